@@ -7,7 +7,6 @@ GPU it fuses by nearly the same rules as for a CPU.
 Shape suffixes: H heads, G of keys, R of queries for each of these · L tokens of a sequence · D dimensions.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,20 +34,16 @@ def _forward(q, k, v, ends, ends_of_keys, max_q, max_k, causal=False, scale=None
         parts = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
         out = F.scaled_dot_product_attention(*parts, is_causal=causal, scale=scale, enable_gqa=True)
         found.append(out[0].transpose(0, 1))
-    return (
-        torch.cat(found),
-        q.new_zeros(q.shape[1::-1], dtype=torch.float32),
-        torch.zeros(2, dtype=torch.uint64),
-    )
+    nothing = q.new_zeros(q.shape[1::-1], dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+    return torch.cat(found), *nothing
 
 
 @varlen._varlen_attn_backward.register_kernel("cpu")
 def _backward(gradient, q, k, v, out, lse, ends, ends_of_keys, max_q, max_k, causal, rng, scale=None, *more):
     found, scale = [], scale or q.shape[-1] ** -0.5
     for start, stop in pairwise(ends.tolist()):
-        q_GRLD, g_GRLD = (
-            x[start:stop].transpose(0, 1).unflatten(0, (k.shape[1], -1)).float() for x in (q, gradient)
-        )
+        parts = (x[start:stop].transpose(0, 1).float() for x in (q, gradient))
+        q_GRLD, g_GRLD = (x_HLD.unflatten(0, (k.shape[1], -1)) for x_HLD in parts)
         k_G1LD, v_G1LD = (x[start:stop].transpose(0, 1)[:, None].float() for x in (k, v))
         scores_GRLL = q_GRLD @ k_G1LD.mT * scale
         if causal:
@@ -92,27 +87,19 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-SMALL = Qwen3Config(
-    vocab_size=32,
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=8,
-)
+SHAPE = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 8, "is_causal": False}
 
 
 def layer(dtype: torch.dtype) -> tuple[nn.Module, Callable[[list[int]], dict[str, Any]]]:
     """A layer with Qwen3-0.6B's heads in small widths, and what it takes for some lengths."""
     torch.manual_seed(0)
-    shape = copy.deepcopy(SMALL)
-    shape.num_hidden_layers, shape.is_causal = 1, False
-    model = AutoModel.from_config(shape).to(dtype)
+    model = AutoModel.from_config(Qwen3Config(**SHAPE)).to(dtype)
     model.config._attn_implementation = attention.VARLEN
 
     def inputs(lengths: list[int]) -> dict[str, Any]:
         arguments = attention.unpadded_inputs(model, lengths, "cpu")
-        hidden = torch.randn(1, sum(lengths), shape.hidden_size, dtype=dtype, requires_grad=True)
+        hidden = torch.randn(1, sum(lengths), SHAPE["hidden_size"], dtype=dtype, requires_grad=True)
         positions = model.rotary_emb(hidden, arguments["position_ids"])
         return {"hidden_states": hidden, "position_embeddings": positions} | arguments
 

@@ -50,13 +50,13 @@ SCHEMAS = yaml.safe_load((Path(__file__).parent / "data" / "documented_schemas.y
 BASES = {"qwen3": transformers.Qwen3ForCausalLM, "smollm2": transformers.LlamaForCausalLM}
 
 
-def text(rng: random.Random, words: int = 14) -> str:
-    return " ".join(rng.choices(WORDS, k=words))
+def text(rng: random.Random, words: int = 14, space: str = " ") -> str:
+    return space.join(rng.choices(WORDS, k=words))
 
 
-def held(source: Source, split: str, rng: random.Random, words: int = 14, space: str = " ") -> str:
+def held(source: Source, split: str, base: str, space: str = " ") -> str:
     """A text that a source holds in this split; without a hold-out, any."""
-    base, split = text(rng, words).replace(" ", space), split if source.hold_out else "train"
+    split = split if source.hold_out else "train"
     return next(one for i in itertools.count() if split_of(source, one := f"{base}{space}{i}") == split)
 
 
@@ -69,69 +69,64 @@ def blank(kind: Any, rng: random.Random) -> Any:
     return {"string": text(rng), "int64": 1, "float64": 0.5}[kind]
 
 
-def put(row: Any, path: str, value: str) -> None:
-    """Writes to a path such as "positive_passages.0.text"."""
-    *steps, last = path.split(".")
-    for step in steps:
-        row = row[int(step) if step.isdigit() else step]
-    assert last in row, f"{path} is not documented"
-    row[last] = value
-
-
-def schema(repo: str, config: str) -> dict[str, Any]:
-    """The documented columns of a configuration; ConTEB's for its tasks that record none."""
-    for record in SCHEMAS.get(repo, ()):
+def blank_row(source: Source, config: str, rng: random.Random) -> dict[str, Any]:
+    """A row of the documented columns of a configuration; ConTEB's for its tasks that record none."""
+    for record in SCHEMAS.get(source.repo, ()):
         if any(fnmatchcase(config, pattern) for pattern in record["configs"]):
-            return record["columns"]
-    return {"chunk_id": "string", "chunk" if config == "documents" else "query": "string"}
+            return blank(record["columns"], rng)
+    return {"chunk_id": "", "chunk" if config == "documents" else "query": text(rng)}
+
+
+def row_with(source: Source, column: str, value: str, rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A value in a column's path such as "positive_passages.0.text", and its configuration."""
+    found = row = blank_row(source, source.config, rng)
+    *steps, last = source.columns[column].split(".")
+    for step in steps:
+        found = found[int(step) if step.isdigit() else step]
+    assert last in found, f"{source.columns[column]} is not documented"
+    found[last] = value
+    return source.config, row
 
 
 def rows_of(source: Source, rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows with the configuration in which each is."""
-    for split, count in ROWS.items():
-        for _ in range(count):
-            if source.queries_config:
-                name = held(source, split, rng, 2, "-")
-                for chunk in range(4):  # nobody asks for the last one
-                    for config in (source.config, source.queries_config)[: 2 if chunk < 3 else 1]:
-                        row = blank(schema(source.repo, config), rng)
-                        yield config, row | {"chunk_id": f"{name}_{chunk}"}
-                continue
-            row = blank(schema(source.repo, source.config), rng)
+    for split in itertools.chain.from_iterable([split] * count for split, count in ROWS.items()):
+        if source.queries_config:
+            name = held(source, split, text(rng, 2, "-"), "-")
+            for chunk in range(4):  # nobody asks for the last one
+                for config in (source.config, source.queries_config)[: 2 if chunk < 3 else 1]:
+                    yield config, blank_row(source, config, rng) | {"chunk_id": f"{name}_{chunk}"}
+        else:
             decides = next(one for one in ("held_by", "text", "document") if one in source.columns)
-            put(row, source.columns[decides], held(source, split, rng, 60 if decides == "text" else 14))
-            yield source.config, row
+            base = text(rng, 60 if decides == "text" else 14)
+            yield row_with(source, decides, held(source, split, base), rng)
     if source.role in ("pairs", "triplets"):  # the cards warn of empty texts
-        row = blank(schema(source.repo, source.config), rng)
-        put(row, source.columns["query"], "")
-        yield source.config, row
+        yield row_with(source, "query", "", rng)
 
 
 def write_mirror(folder: Path, registries: Sequence[str], tasks: Sequence[str]) -> None:
     """A repository for every source of some registries, and for ConTEB's tasks."""
-    found: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {}
+    found: dict[str, dict[tuple[str, str], list]] = {}
     named = [one for name in registries for one in load_registry(name) if one.kind == "hub"]
     places = {(one.repo, one.config, one.queries_config): one for one in named}  # one for all that read it
     for number, source in enumerate([*places.values(), *map(conteb, tasks)]):
         for config, row in rows_of(source, random.Random(number)):
             found.setdefault(source.repo, {}).setdefault((config, source.split), []).append(row)
     for repo, parts in found.items():
-        splits: dict[str, list[dict[str, str]]] = {}
+        configs: dict[str, list[dict[str, str]]] = {}
         for (config, split), rows in parts.items():
-            place = Path(config or "data")
+            place = folder / repo / (config or "data")
+            place.mkdir(parents=True, exist_ok=True)
+            if "HQ" in repo:  # their files hold a vector of each text beside it
+                rows = [row | {"embeddings": [0.1] * 8} for row in rows]
             for part in range(2):
                 table = pa.Table.from_pylist(rows[part::2])
-                if "HQ" in repo:  # their files hold a vector of each text beside it
-                    vectors = pa.array([[0.1] * 8] * len(table), pa.list_(pa.float32()))
-                    table = table.append_column("embeddings", vectors)
-                file = folder / repo / place / f"{split}-{part:05d}-of-00002.parquet"
-                file.parent.mkdir(parents=True, exist_ok=True)
-                pq.write_table(table, file)
-            splits.setdefault(config or "default", []).append({"split": split, "path": f"{place}/{split}-*"})
-        for name, files in splits.items():  # as of some: a split that nothing here reads, and no mirror holds
-            files.append({"split": "unread", "path": f"{name}/unread-*"})
-        configs = [{"config_name": name, "data_files": files} for name, files in splits.items()]
-        (folder / repo / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+                pq.write_table(table, place / f"{split}-{part:05d}-of-00002.parquet")
+            # As of some: beside it a split that nothing here reads, and no mirror holds.
+            files = [{"split": one, "path": f"{place.name}/{one}-*"} for one in (split, f"{split}_unread")]
+            configs.setdefault(config or "default", []).extend(files)
+        card = [{"config_name": name, "data_files": files} for name, files in configs.items()]
+        (folder / repo / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': card})}---\n")
 
 
 @cache
@@ -160,13 +155,11 @@ def write_base(folder: Path, family: str) -> None:
     told, own, kind = TOLD[family], tokenizer(family), BASES[family]
     torch.manual_seed(0)
     kind(kind.config_class(**told["sizes"])).bfloat16().save_pretrained(folder)
-    added = {
-        str(own.token_to_id(token)): TOLD["token"] | {"content": token, "special": token in told["special"]}
-        for token in told["special"] + told["ordinary"]
-    }
-    about = {"added_tokens_decoder": added, "additional_special_tokens": told["special"][1:]}
+    kinds = dict.fromkeys(told["ordinary"], False) | dict.fromkeys(told["special"], True)
+    kinds = {token: TOLD["token"] | {"content": token, "special": kind} for token, kind in kinds.items()}
+    about = {"added_tokens_decoder": {str(own.token_to_id(token)): one for token, one in kinds.items()}}
+    about |= {"additional_special_tokens": told["special"][1:]} | told["tokenizer"]
     files = {"config.json": told["sizes"] | told["others"], "tokenizer_config.json": about}
-    files["tokenizer_config.json"] |= told["tokenizer"]
     end = told["others"]["eos_token_id"]
     files["generation_config.json"] = {"bos_token_id": end, "eos_token_id": end}
     own.save(str(folder / "tokenizer.json"))
@@ -175,9 +168,7 @@ def write_base(folder: Path, family: str) -> None:
         (folder / name).write_text(json.dumps(content, indent=2))
 
 
-def write_embedder(
-    folder: Path, kind: Any, shape: dict, pooling: str, *more: Any, prompts: Any = None
-) -> None:
+def write_embedder(folder: Path, kind: Any, shape: dict, pooling: str, *more: Any, prompts=None) -> None:
     """A random encoder of sentence-transformers: Transformer, Pooling, what else is given, Normalize."""
     plain = folder.with_name(f"{folder.name}-plain")
     torch.manual_seed(0)
@@ -227,13 +218,13 @@ def told(changes: dict[str, Any]) -> list[str]:
     return [part for key, value in changes.items() for part in ("--set", f"{key}={json.dumps(value)}")]
 
 
-def rehearse(preset: str, processes: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Runs a preset on the mirror in a folder."""
+def rehearse(preset: str, processes: int, folder: Path, *arguments: str) -> int:
+    """Runs a preset on the mirror in a folder; returns the exit status."""
     changes = SMALL | {"parallel.num_processes": processes, "parallel.num_machines": 1}
-    command = [sys.executable, "-m", "unmask_study", "run", "--preset", preset, *told(changes), *arguments]
-    run = ["--run", f"rehearsal-{preset}-{processes}"]
+    run = ["run", "--preset", preset, "--run", f"rehearsal-{preset}-{processes}", *told(changes), *arguments]
     environment = {"UNMASK_MIRROR": str(folder / "mirror"), "UNMASK_ARTIFACTS": str(folder / "artifacts")}
-    return subprocess.run([*command, *run], cwd=repository(), env=os.environ | environment, text=True)
+    command = [sys.executable, "-m", "unmask_study", *run]
+    return subprocess.call(command, cwd=repository(), env=os.environ | environment)
 
 
 def prepare(folder: Path) -> None:
@@ -257,11 +248,9 @@ def main() -> int:
         if not (folder / "mirror" / "sentence-transformers" / "gtr-t5-base" / "modules.json").is_file():
             prepare(folder)
         for preset, processes in itertools.product(options.presets, options.processes):
-            started = time.monotonic()
-            print(f"rehearsal of {preset} on {processes} processes", flush=True)
-            if status := rehearse(preset, processes, folder, *more).returncode:
+            print(f"{time.strftime('%X')}: {preset} on {processes} processes", flush=True)
+            if status := rehearse(preset, processes, folder, *more):
                 return status
-            print(f"{preset} on {processes} processes: {time.monotonic() - started:.0f} s", flush=True)
     return 0
 
 

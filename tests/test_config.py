@@ -8,27 +8,21 @@ from unmask_study.settings import Preset, load_preset
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_survives_a_round_trip(name):
+def test_a_preset_survives_a_round_trip_and_the_library_reads_of_it_what_trains(name):
     preset = load_preset(name)
     assert Preset(**resolved(preset)) == preset
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_the_library_reads_what_trains_and_nothing_of_a_study(name):
-    preset, whole = config.load_preset(name), resolved(load_preset(name))
-    values = resolved(preset)
+    values, whole = resolved(config.load_preset(name)), resolved(preset)
     assert values.keys() < whole.keys() and not {"retrieval", "evaluation"} & values.keys()
-    assert values == {key: _narrowed(whole[key], value) for key, value in values.items()}
+    for section, value in values.items():
+        assert value == whole[section] or value.items() <= whole[section].items()
     assert "batch_sizes" in whole["cde"] and "batch_sizes" not in values["cde"]
-
-
-def _narrowed(values, like):
-    return {key: values[key] for key in like} if isinstance(like, dict) else values
 
 
 def test_overrides_replace_one_value_and_keep_the_others():
     before, after = load_preset("smoke"), load_preset("smoke", {"pair.lr": "1e-3"})
     assert after.pair.lr == 1e-3 and dataclasses.replace(after, pair=before.pair) == before
+    without_plateau = {"pair.schedule": "cosine", "pair.decay": 10_000}  # so a decay needs no room
+    assert load_preset("smoke", without_plateau).pair.decay == 10_000
     data = load_preset("smoke", {"data.source": "papermill_runs/sources/own.yaml"}).data
     assert data.source == str(PRESETS.parent / "sources" / "own.yaml")
 
@@ -60,11 +54,9 @@ def test_a_preset_says_of_all_stages_what_its_base_says_of_one(tmp_path, monkeyp
         ({"pairs.steps": 1}, "preset smoke: pairs: unknown key 'pairs'; did you mean 'pair'"),
         ({"pair.stps": 1}, "pair.stps: unknown key 'stps'; did you mean 'steps'"),
         ({"training.sed": 1}, "training.sed: unknown key 'sed'; did you mean 'seed'"),
-        ({"training.clip": 0}, "clip must be greater than 0, got 0"),
         ({"retrieval.logs": 1}, "retrieval.logs: unknown key 'logs'; did you mean 'log'"),
         ({"steps": 1}, "write section.key"),
         ({"pair.steps": 0}, "pair.steps must be greater than or equal to 1, got 0"),
-        ({"cde.batch_sizes": [1, 8]}, "cde.batch_sizes.0 must be greater than or equal to 2, got 1"),
         ({"pair.lr": float("nan")}, "pair.lr must be a finite number"),
         ({"pair.pooling": "max"}, "pair.pooling must be 'mean' or 'last', got 'max'"),
         ({"pair.warmup": 10_000}, r"pair: warmup \+ decay exceed steps"),
@@ -72,7 +64,6 @@ def test_a_preset_says_of_all_stages_what_its_base_says_of_one(tmp_path, monkeyp
         ({"pair.shares": [0.05, 0.9, 0.05, 0]}, "reads more of its first languages than shares"),
         ({"diffusion.t_max": 0}, "t_min 0.001 lies above t_max 0.0: no token can be masked"),
         ({"backbone.heads": 7, "backbone.kv_heads": 2}, "7 heads cannot share 2 kv_heads evenly"),
-        ({"pair.curriculum": [1, 0]}, "missing pair.curriculum.2"),
         ({"quantization.shapes": [[32, 1]]}, "missing quantization.shapes.1"),
         ({"data.families": ["english", "codes"]}, "families.1 must be .*'code'.*, got 'codes'"),
         ({"contextual.chunk_length": 900}, "tokens of a text exceed backbone.max_length"),
@@ -82,10 +73,6 @@ def test_a_preset_says_of_all_stages_what_its_base_says_of_one(tmp_path, monkeyp
 def test_a_wrong_key_is_refused(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_preset("smoke", overrides)
-
-
-def test_a_schedule_without_a_plateau_needs_no_room_for_a_decay():
-    assert load_preset("smoke", {"pair.schedule": "cosine", "pair.decay": 10_000}).pair.decay == 10_000
 
 
 @pytest.mark.parametrize(

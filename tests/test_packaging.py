@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -48,29 +49,22 @@ def test_the_floors_that_are_checked_are_those_declared() -> None:
 
 
 def test_lock_is_complete() -> None:
-    """Every dependency's own dependencies are pinned, in versions that satisfy it."""
-    for name in LOCKED:
-        for text in importlib.metadata.requires(name) or []:
-            requirement = Requirement(text)
-            if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-                continue
-            needed = canonicalize_name(requirement.name)
-            if needed in ("setuptools", "pip") or needed.startswith(("nvidia-", "cuda-", "triton")):
-                continue  # torch's CUDA build brings its own exact pins
-            assert needed in LOCKED, f"{name} needs {text}, which requirements.lock does not pin"
-            assert requirement.specifier.contains(LOCKED[needed], prereleases=True), f"{name} needs {text}"
+    """What is declared is pinned, and every dependency's own dependencies, in versions that satisfy it."""
+    listed = {name: importlib.metadata.requires(name) or [] for name in LOCKED} | {"this project": DECLARED}
+    for name, requirement in ((name, Requirement(text)) for name, texts in listed.items() for text in texts):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        needed = canonicalize_name(requirement.name)
+        if needed in ("setuptools", "pip") or needed.startswith(("nvidia-", "cuda-", "triton")):
+            continue  # torch's CUDA build brings its own exact pins
+        assert needed in LOCKED, f"{name} needs {requirement}, which requirements.lock does not pin"
+        assert requirement.specifier.contains(LOCKED[needed], prereleases=True), f"{name} needs {requirement}"
 
 
 def test_the_corpus_is_read_from_pinned_packages() -> None:
     """`make install` brings what `data.source: environment` lists, Python apart."""
     listed = {canonicalize_name(name): version for name, version in make.listed().items()}
     assert listed.pop("python").startswith("3.11.") and listed.items() <= LOCKED.items()
-
-
-def test_what_is_declared_is_locked() -> None:
-    for requirement in map(Requirement, DECLARED):
-        found = LOCKED[canonicalize_name(requirement.name)]
-        assert requirement.specifier.contains(found), f"{requirement} is declared, {found} is locked"
 
 
 def imported(node: ast.AST, extra: str = "") -> Iterator[tuple[str, str]]:
@@ -89,10 +83,9 @@ def imported(node: ast.AST, extra: str = "") -> Iterator[tuple[str, str]]:
 def test_every_import_is_declared_for_its_use() -> None:
     """By the dependencies, or by the extra of a room (study, synthesis) or of the import itself."""
     providers = importlib.metadata.packages_distributions()
-    declared = {
-        name: {canonicalize_name(Requirement(text).name) for text in listed}
-        for name, listed in {"": PROJECT["dependencies"], **EXTRAS}.items()
-    }
+    declared = {}
+    for name, listed in {"": PROJECT["dependencies"], **EXTRAS}.items():
+        declared[name] = {canonicalize_name(Requirement(text).name) for text in listed}
     scripts = ROOT / "papermill_runs" / "sources"
     for path in chain((ROOT / "lib").rglob("*.py"), scripts.rglob("*.py")):
         parts = path.relative_to(ROOT).parts
@@ -101,9 +94,7 @@ def test_every_import_is_declared_for_its_use() -> None:
             if top in sys.stdlib_module_names or top in ("unmask", "unmask_study", "cldr"):
                 continue
             packages = {canonicalize_name(name) for name in providers.get(top, [top])}
-            allowed = (
-                declared[""] | declared[extra] | set().union(*(declared.get(one, set()) for one in extras))
-            )
+            allowed = declared[""].union(*(declared.get(one, ()) for one in (extra, *extras)))
             where = f"{path.relative_to(ROOT)}, extra {extra or extras!r}"
             assert packages & allowed, f"{where}: {top} is not among its dependencies"
 
@@ -112,14 +103,12 @@ def test_the_eight_that_the_recipe_is_made_of_are_installed() -> None:
     """With `make install` and with conda: both bring all extras."""
     eight = {"torch", "transformers", "accelerate", "datasets"}
     eight |= {"jupyterlab", "papermill", "mergekit", "matplotlib"}
-    assert eight <= {Requirement(text).name for text in DECLARED} and eight <= {*LOCKED}
+    assert eight <= {Requirement(text).name for text in DECLARED} & {*LOCKED}
 
 
 def test_run_names_the_extra_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    def version(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(cli, "version", version)
+    missing = importlib.metadata.PackageNotFoundError("papermill")
+    monkeypatch.setattr(cli, "version", Mock(side_effect=missing))
     assert main(["run"]) == 1
     told = "unmask: papermill is not installed: pip install '.[study]' in the checkout\n"
     assert capsys.readouterr().err == told
@@ -155,13 +144,8 @@ ELSEWHERE = "babel bm25s datasets faiss joblib matplotlib mergekit mteb openai p
 
 def test_embedding_loads_nothing_of_data_and_study_and_a_lacking_extra_is_named(tmp_path: Path) -> None:
     """From text to vector, outside of a checkout; then a merge."""
-    done = subprocess.run(
-        [sys.executable, "-c", EMBEDDING],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'lib'}:{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-    )
+    command, paths = [sys.executable, "-c", EMBEDDING], {"PYTHONPATH": f"{ROOT / 'lib'}:{ROOT / 'tests'}"}
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True)
     assert "torch" in done.stdout and {*ELSEWHERE.split()} & {*done.stdout.split()} == set()
     told = "mergekit is not installed: pip install '.[study]' in the checkout"
     assert done.stderr.splitlines()[-1].endswith(told)

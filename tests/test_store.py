@@ -2,23 +2,23 @@
 
 import contextlib
 import errno
+import operator
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 import tiny
+from limits import full_disk
 from unmask import Embedder
 from unmask.data.mining import cached_array
 from unmask.data.tokenize import build
@@ -30,16 +30,10 @@ from unmask_study import mirror
 from unmask_study.figures import Figure
 from unmask_study.settings import load_preset
 
-TEXTS = 3000
-
 
 @pytest.fixture(scope="module")
-def embedder() -> Embedder:
-    return Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
-
-
-@pytest.fixture(scope="module")
-def model(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    embedder = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
     model = embedder.save_pretrained(tmp_path_factory.mktemp("store") / "model")
     shutil.copytree(model, model.with_name("other"))
     return model
@@ -47,7 +41,7 @@ def model(embedder: Embedder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def encoded(model: Path, output: Path) -> None:
     texts = output.with_name("texts.txt")
-    texts.write_text("a text\n" * TEXTS)
+    texts.write_text("a text\n" * 100)
     encode_file(model, texts, output, "text", "float32", None)
 
 
@@ -69,23 +63,24 @@ def test_of_two_writers_the_second_is_refused(model, tmp_path, write):
     assert not path.is_file() and not list(tmp_path.glob("out.npy/*")) and not list(tmp_path.glob(".*"))
 
 
-def test_a_killed_writer_bars_nobody(tmp_path):
-    path = tmp_path / "model"
-    code = f"""
+FOLDER = """
 import sys, time
 from pathlib import Path
 from unmask.store import new_directory
-with new_directory(Path({str(path)!r})) as new:
+with new_directory(Path(sys.argv[1])) as new:
     new.mkdir()
     (new / "half").touch()
     print(flush=True)
     time.sleep(99)
 """
-    killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    killed.stdout.readline()
+
+
+def test_a_killed_writer_bars_nobody(tmp_path):
+    path = tmp_path / "model"
+    killed = started(FOLDER, path)
     with pytest.raises(RuntimeError, match="another process works on"), new_directory(path):
         pass
-    killed.send_signal(signal.SIGKILL)
+    killed.kill()
     killed.communicate()
     with new_directory(path) as new:
         new.mkdir()
@@ -93,7 +88,7 @@ with new_directory(Path({str(path)!r})) as new:
     assert [one.name for one in tmp_path.rglob("*")] == ["model", "whole"]
 
 
-WRITE = """
+FILE = """
 import sys
 from pathlib import Path
 from unmask.store import write_json
@@ -104,20 +99,24 @@ for _ in range(int(times)):
 """
 
 
+def started(code: str, *arguments: object) -> subprocess.Popen:
+    """A process that has begun to write."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    return process
+
+
 def test_a_file_is_one_of_those_that_writers_meant_and_a_kill_leaves_nothing_for_good(tmp_path):
     path = tmp_path / "out.json"
-    command = [sys.executable, "-c", WRITE, str(path)]
-    one, other = (
-        subprocess.Popen([*command, *how], stdout=subprocess.PIPE) for how in (("20", "a"), ("999", "b"))
-    )
-    other.stdout.readline()
+    one, other = started(FILE, path, 20, "a"), started(FILE, path, 999, "b")
     time.sleep(0.05)
-    other.send_signal(signal.SIGKILL)
+    other.kill()
     assert one.wait(60) == 0 and other.wait() == -signal.SIGKILL
     assert len(set(read_json(path))) == 1
     (tmp_path / ".out.json.tmp").write_text("half of it")
     write_json(path, "whole")
-    with full(), pytest.raises(OSError, match="too large"):
+    with full_disk(), pytest.raises(OSError, match="too large"):
         write_json(path, "x" * 9999)
     assert read_json(path) == "whole" and [one.name for one in tmp_path.iterdir()] == ["out.json"]
 
@@ -127,9 +126,10 @@ def test_a_folder_that_exists_stays_and_gets_the_files(model, tmp_path, monkeypa
     path, names, opened = tmp_path / "model", set(), os.open
     (path / "lost+found").mkdir(parents=True)
     path.chmod(0o2770)
-    before = path.stat()
+    facts = operator.attrgetter("st_ino", "st_mode", "st_gid")
+    before = facts(path.stat())
 
-    def seen(*arguments: Any, **options: Any) -> int:
+    def seen(*arguments: object, **options: object) -> int:
         names.update(os.listdir(tmp_path))
         return opened(*arguments, **options)
 
@@ -137,9 +137,7 @@ def test_a_folder_that_exists_stays_and_gets_the_files(model, tmp_path, monkeypa
     for _ in range(2):
         Embedder.from_pretrained(model).save_pretrained(path)
     assert {*os.listdir(path)} == {*os.listdir(model), "lost+found"} and names == {"model"}
-    after = path.stat()
-    assert (after.st_ino, after.st_mode, after.st_gid) == (before.st_ino, before.st_mode, before.st_gid)
-    assert Embedder.from_pretrained(path)
+    assert facts(path.stat()) == before and Embedder.from_pretrained(path)
 
 
 ONE, SHARDS = ["model.safetensors"], ["model-1-of-2.safetensors", "model-2-of-2.safetensors"]
@@ -171,8 +169,8 @@ def test_a_kill_while_a_folder_is_filled_leaves_no_mixture(before, after, weight
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o007])
-def test_files_have_the_mode_that_the_umask_says(embedder, tmp_path, umask):
-    before = os.umask(umask)
+def test_files_have_the_mode_that_the_umask_says(model, tmp_path, umask):
+    embedder, before = Embedder.from_pretrained(model), os.umask(umask)
     try:
         embedder.save_pretrained(tmp_path / "model")
         export_onnx(embedder, tmp_path / "onnx")
@@ -186,32 +184,19 @@ def test_files_have_the_mode_that_the_umask_says(embedder, tmp_path, umask):
 
 @pytest.mark.parametrize("writer", ["save", "pull", "encode"])
 def test_a_file_system_without_locks_is_told_with_place_and_remedy(model, tmp_path, monkeypatch, writer):
-    def refused(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr("fcntl.flock", refused)  # as NFS and FUSE do
+    refused = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=refused))  # as NFS and FUSE do
     with pytest.raises(OSError, match=r"No locks available; name a folder .*UNMASK_ARTIFACTS.*out") as caught:
         WRITERS[writer](model, tmp_path / "out.npy")
     assert caught.value.errno == errno.ENOLCK and not list(tmp_path.rglob("*lock"))
 
 
 def test_a_link_changes_at_once(tmp_path):
-    for target in ("one", "two"):
-        (tmp_path / target).mkdir()
-        link(tmp_path / "model", tmp_path / target)
-        assert (tmp_path / "model").resolve().name == target
+    for target in (tmp_path / "one", tmp_path / "two"):
+        target.mkdir()
+        link(tmp_path / "model", target)
+        assert (tmp_path / "model").resolve() == target
     assert len(list(tmp_path.iterdir())) == 3
-
-
-@contextmanager
-def full() -> Iterator[None]:
-    """No file may grow beyond a kilobyte: the system enforces it, as it does a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def drawn(model: Path, path: Path) -> None:
@@ -236,8 +221,7 @@ TOO_LARGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 
 @pytest.mark.parametrize(("write", "name"), TOO_LARGE.values(), ids=TOO_LARGE)
 def test_what_a_disk_does_not_hold_is_told_with_its_place(model, tmp_path, monkeypatch, write, name):
-    monkeypatch.setattr(sys.modules[__name__], "TEXTS", 100)
-    with full(), pytest.raises((OSError, RuntimeError), match=r"[Ff]ile too large") as caught:
+    with full_disk(), pytest.raises((OSError, RuntimeError), match=r"[Ff]ile too large") as caught:
         write(model, tmp_path / "out")
     assert str(tmp_path) in str(caught.value) and name in str(caught.value)
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*.tmp"))

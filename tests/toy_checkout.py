@@ -53,11 +53,11 @@ class Checkout:
     def notebook(self, name: str, cells: Sequence[str] = (), prose: str = "# A question", **about) -> Path:
         """Writes notebooks/<name>.ipynb; `about` is its metadata: needs, reads and so on."""
         code = [cell("code", PARAMETERS, "parameters"), *(cell("code", source) for source in cells)]
+        kernel = {"name": "python3", "language": "python", "display_name": ""}
+        metadata = {"unmask": {"needs": [], "reads": ["data"]} | about, "kernelspec": kernel}
         document = {"cells": [cell("markdown", prose), *code], "nbformat": 4, "nbformat_minor": 4}
-        document["metadata"] = {"unmask": {"needs": [], "reads": ["data"]} | about}
-        document["metadata"]["kernelspec"] = {"name": "python3", "language": "python", "display_name": ""}
         path = self.root / "notebooks" / f"{name}.ipynb"
-        path.write_text(json.dumps(document), encoding="utf8")
+        path.write_text(json.dumps(document | {"metadata": metadata}), encoding="utf8")
         return path
 
     def start(self, *arguments: str) -> ForkProcess:
@@ -65,12 +65,8 @@ class Checkout:
         the files `output` and `errors`."""
 
         def work() -> None:
-            with (
-                (self.root / "output").open("w") as output,
-                (self.root / "errors").open("w") as errors,
-                redirect_stdout(output),
-                redirect_stderr(errors),
-            ):
+            output, errors = ((self.root / name).open("w") for name in ("output", "errors"))
+            with output, errors, redirect_stdout(output), redirect_stderr(errors):
                 status = main(arguments)
             sys.exit(status)
 

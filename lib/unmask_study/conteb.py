@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from string import Template
 
@@ -55,18 +55,16 @@ def as_task(name: str, documents: Rows, queries: Rows) -> Task:
 
     Raises: ValueError for a query that no chunk answers, with its row.
     """
-    chunks = {document_of(row["chunk_id"]): (row["chunk_id"], row["chunk"]) for row in documents}
-    parts, number, texts, relevant = {}, {}, [], []
-    for (document, _), (chunk_id, text) in sorted(chunks.items()):
-        parts.setdefault(document, []).append(text)
-        number[chunk_id] = len(number)
+    chunks = {document_of(row["chunk_id"]): row for row in documents}
+    number, relevant = {chunks[place]["chunk_id"]: i for i, place in enumerate(sorted(chunks))}, []
     for row_number, row in enumerate(queries):
         golds = row["chunk_ids"] if "chunk_ids" in row else [row["chunk_id"]]
         if not golds or not number.keys() >= set(golds):
             raise ValueError(f"task {name}, queries, row {row_number}: no chunks {golds} in the documents")
-        texts.append(row["query"])
         relevant.append({number[gold] for gold in golds})
-    return Task(name, "contextual", texts, list(parts.values()), relevant, list(number))
+    by_document = groupby(sorted(chunks), key=lambda place: place[0])
+    parts = [[chunks[place]["chunk"] for place in places] for _, places in by_document]
+    return Task(name, "contextual", [row["query"] for row in queries], parts, relevant, list(number))
 
 
 def squad(paragraphs: int = 0, characters: int = 100, ask_hub: bool = False) -> Task | None:
@@ -109,13 +107,13 @@ def articles(paragraphs: int = 0) -> Task | None:
             At most 2,000 of their questions (10,570 in all) are asked, chosen by hash.
     Returns: the task; None without a mirror, or where it does not hold `SQUAD`.
     """
-    return _articles("Wikipedia", SQUAD, "plain_text", paragraphs)
+    return _articles("Wikipedia", validation(SQUAD, "plain_text"), paragraphs)
 
 
 def xquad(language: str) -> Task | None:
     """As `articles`, for XQuAD: 240 of its paragraphs and 1,190 questions, in English ("en") or translated.
     Its rows must name their article ("title"), which the Hub's own copy does not: without, None."""
-    return _articles(f"XQuAD {language}", XQUAD, f"xquad.{language}")
+    return _articles(f"XQuAD {language}", validation(XQUAD, f"xquad.{language}"))
 
 
 def trained_on(corpus: Corpus) -> bool:
@@ -135,22 +133,18 @@ def validation(repo: str, config: str, ask_hub: bool = False) -> list[dict]:
     return load_dataset("parquet", data_files=files, split="train").to_list() if files else []
 
 
-def _articles(name: str, repo: str, config: str, paragraphs: int = 0) -> Task | None:
-    rows = validation(repo, config)
+def _articles(name: str, rows: list[dict], paragraphs: int = 0) -> Task | None:
     if not rows or "title" not in rows[0]:
         return None
     articles: dict[str, dict[str, None]] = {}  # paragraphs by article, in the data's order
     for row in rows:
         articles.setdefault(row["title"], {})[row["context"]] = None
-    if paragraphs:
-        total = np.cumsum([*map(len, articles.values())])
-        articles = dict(islice(articles.items(), max(1, np.searchsorted(total, paragraphs, side="right"))))
-    ids = {
-        (title, text): f"{document:02d}_{chunk:03d}"
-        for document, (title, texts) in enumerate(articles.items())
-        for chunk, text in enumerate(texts)
-    }
-    rows.sort(key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
+    total = np.cumsum([*map(len, articles.values())])
+    count = max(1, np.searchsorted(total, paragraphs or len(rows), side="right"))
+    ids: dict[tuple[str, str], str] = {}
+    for document, (title, texts) in enumerate(islice(articles.items(), count)):
+        ids |= {(title, text): f"{document:02d}_{chunk:03d}" for chunk, text in enumerate(texts)}
+    rows = sorted(rows, key=lambda row: sha256(f"{row['title']} {row['question']}".encode()).digest())
     pairs = [(row["question"], ids.get((row["title"], row["context"]))) for row in rows]
     queries = [{"query": question, "chunk_id": chunk_id} for question, chunk_id in pairs if chunk_id]
     chunks = [{"chunk_id": chunk_id, "chunk": text} for (_, text), chunk_id in ids.items()]
@@ -162,8 +156,7 @@ def situating(task: Task) -> list[list[dict[str, str]]]:
     retrieval, in our own words). The document comes first, so that a server can keep what it has read of
     it."""
     pairs = [("\n\n".join(chunks), chunk) for chunks in task.documents for chunk in chunks]
-    contents = (CONTEXT.substitute(document=document, chunk=chunk) for document, chunk in pairs)
-    return [[{"role": "user", "content": content}] for content in contents]
+    return [[{"role": "user", "content": CONTEXT.substitute(document=d, chunk=c)}] for d, c in pairs]
 
 
 def situated(task: Task, contexts: Iterable[str]) -> Task:

@@ -4,7 +4,7 @@ Texts count as long as the preset allows, and each stage as one training, in the
 section. What studies train besides, shorter or on fewer texts, is not counted, nor is evaluation.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from unmask.config import TRAINED, Preset
@@ -67,15 +67,14 @@ def together(seconds: Mapping[Any, float], jobs: int) -> float:
     return max(*ends.values(), sum(seconds.values()) / jobs)
 
 
-def describe(
-    preset: Preset, notebooks: Iterable[Any], due: Collection[str], hardware: Mapping[str, Any]
-) -> str:
+def describe(preset: Preset, notebooks: Iterable, due: Iterable, hardware: Mapping[str, Any]) -> str:
     """The trainings of the notebooks that are due, for `unmask run --dry-run`."""
     gpus = preset.parallel.num_processes
     on_gpus = hardware["gpus"] or gpus > 1
     rows = [f"trainings, estimated for {f'{gpus} H100' if on_gpus else 'the cores of this machine'}:"]
+    names = {one.name for one in due}
     for name, new in stages(preset, notebooks).items():
-        for stage in new if name in due else ():
+        for stage in new if name in names else ():
             work = f"{getattr(preset, stage).steps:,} steps × {tokens(preset, stage):,} tokens"
             rows.append(f"  {name:<20}{stage:<12}{work:>32}{hours(preset, stage, hardware):>9,.2f} hours")
     return "\n".join(rows)

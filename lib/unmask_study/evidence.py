@@ -1,7 +1,7 @@
 """What the runs say of the claims: effects with intervals, gates of trainings, verdicts.
 
-Every notebook saves the score of each query, results/<run>/scores/<notebook>.npz. claims.yaml says which two
-systems a claim compares, on which tasks, and on which trainings it rests. Notebook 12 computes all claims
+Every notebook saves the score of each query, results/<run>/scores/<notebook>.parquet. claims.yaml says which
+two systems a claim compares, on which tasks, and on which trainings it rests. Notebook 12 computes all claims
 from these files, over all seeds: a definition can be mended without training anew.
 
 A training that fails its own purpose says nothing about the paper: a claim that rests on it is "invalid".
@@ -13,13 +13,12 @@ Shape suffixes: N queries · C documents that they ask for · S seeds.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile
 
 import numpy as np
 import pandas as pd
+import pyarrow
 import yaml
 from scipy import stats
 
@@ -36,6 +35,7 @@ Gate = dict[str, Any]
 Claim = Mapping[str, Any]  # as claims.yaml states it
 Line = dict[str, Any]  # a claim with its effect and verdict, as in claims.json
 Scores = Mapping[str, np.ndarray]  # task → a metric per query
+Nats = Mapping[str, float]  # share of masks → nats per masked token
 
 
 # Effects
@@ -127,9 +127,7 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]]) -> Gate:
     return gate(f"{name}: loss at the end, below its start", end, "<=", start)
 
 
-def denoises(
-    trained: Mapping[str, float], untrained: Mapping[str, float], causal: float, slope: float, *, beats: bool
-) -> list[Gate]:
+def denoises(trained: Nats, untrained: Nats, causal: float, slope: float, *, beats: bool) -> list[Gate]:
     """Whether a diffusion backbone uses the unmasked text, and learnt to: nats per masked token must rise
     with the share of masks, and at the fewest masks lie below those of the base made bidirectional.
 
@@ -168,50 +166,42 @@ def mean_gates(gates: Iterable[Gate]) -> list[Gate]:
 
 def failed(gates: Iterable[Gate]) -> str:
     """The gates that did not pass, with their numbers; empty if all did."""
-    missed = (one for one in gates if not one["passed"])
-    texts = (f"{one['name']}: {one['value']:.3g}, not {one['side']} {one['bar']:.3g}" for one in missed)
-    return "; ".join(texts)
+    text = "{name}: {value:.3g}, not {side} {bar:.3g}"
+    return "; ".join(text.format(**one) for one in gates if not one["passed"])
 
 
 # Scores of each query
 
 
 def _scores_file(study: Run) -> Path:
-    return study.results / "scores" / f"{study.notebook}.npz"
+    return study.results / "scores" / f"{study.notebook}.parquet"
 
 
 def save_scores(study: Run, tasks: Sequence[Task], scores: Mapping[str, Scores]) -> Path:
-    """Writes the score of each query to results/<run>/scores/<notebook>.npz, in half precision: off by 0.0005
-    at most.
+    """Writes the score of each query to results/<run>/scores/<notebook>.parquet, to four digits.
 
     Args:
         scores: system → task → a metric per query, nDCG@10 where nothing else is said.
     """
-    scored = {task.name: task for task in tasks if any(task.name in row for row in scores.values())}
-    arrays = {f"documents::{name}": task.document_N.astype(np.int32) for name, task in scored.items()}
-    arrays["families"] = np.array([(name, task.family) for name, task in scored.items()])
-    for system, row in scores.items():
-        arrays |= {f"{system}::{name}": row[name].astype(np.float16) for name in row.keys() & scored.keys()}
-    with replacing(_scores_file(study)) as temporary, temporary.open("wb") as stream:
-        np.savez_compressed(stream, **arrays)
+    tables = []
+    for task in (task for task in tasks if any(task.name in row for row in scores.values())):
+        about = {"task": task.name, "family": task.family, "documents": task.document_N}
+        by_system = {name: row[task.name].round(4) for name, row in scores.items() if task.name in row}
+        tables.append(pd.DataFrame(about | by_system))
+    with replacing(_scores_file(study)) as unfinished:
+        pd.concat(tables).to_parquet(unfinished, index=False)
     return _scores_file(study)
 
 
 def load_scores(study: Run) -> pd.DataFrame:
     """What `save_scores` wrote, a row for each query: its "task", "family", and the number of the "documents"
     that answers it, then each system's score; NaN where a system has none. Empty where nothing was saved."""
-    if not (path := _scores_file(study)).is_file():
-        return pd.DataFrame(columns=["task", "family", "documents"])
     try:
-        arrays = dict(np.load(path))
-    except (BadZipFile, ValueError, EOFError) as error:
+        return pd.read_parquet(path := _scores_file(study))
+    except FileNotFoundError:
+        return pd.DataFrame(columns=["task", "family", "documents"])
+    except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is broken ({error}): copy or make it again") from None
-    tables = []
-    for task, family in arrays.pop("families"):
-        named = ((name.rpartition("::"), x_N.astype(float)) for name, x_N in arrays.items())
-        columns = {system: x_N for (system, _, of), x_N in named if of == task}
-        tables.append(pd.DataFrame({"task": task, "family": family} | columns))
-    return pd.concat(tables)
 
 
 # Claims
@@ -235,7 +225,7 @@ def claims(study: Run) -> list[Line]:
     """All claims, each over the seeds at hand that can answer it, as claims.json has them.
 
     Where saved scores are of too few seeds for a verdict, and results/<run>/earlier.json has more, what it
-    says is taken: numbers of an earlier version of this repository, by the definition that each names.
+    says is taken: value, interval, seeds, verdict and why, by an earlier version of this repository.
     """
     every, saved, earlier = runs(study), metrics(study), read_json(study.results / "earlier.json")
     lines = []
@@ -243,19 +233,19 @@ def claims(study: Run) -> list[Line]:
         notebook, before = about["notebook"], earlier.get(key, {"seeds": ()})
         ran = [seed for seed in saved if notebook in saved[seed]]
         tables = {seed: _of_claim(about, replace(every[seed], notebook=notebook)) for seed in ran}
-        tables = {seed: table for seed, table in tables.items() if len(table)}
-        queries = [table[["task", "documents"]] for table in tables.values()]
-        pooled = {s: t for (s, t), asks in zip(tables.items(), queries) if asks.equals(queries[0])}
+        queries = {seed: table[["task", "documents"]] for seed, table in tables.items() if len(table)}
+        first = next(iter(queries.values()), None)
+        pooled = {seed: tables[seed] for seed, asks in queries.items() if asks.equals(first)}
         line = {"value": None, "interval": None, "seeds": {}, "why": ""}
         if about["pretrained"] and not study.config.backbone.checkpoint:
             line |= {"verdict": "not asked", "why": "a small model from scratch can say nothing about it"}
         elif pooled and len(pooled) >= min(ENOUGH, len(before["seeds"])):
             line |= _measured(about, pooled, {seed: saved[seed] for seed in pooled})
-            if apart := [str(seed) for seed in tables if seed not in pooled]:
+            if apart := [str(seed) for seed in queries if seed not in pooled]:
                 why = f"left out, since they asked other queries: seeds {', '.join(apart)}"
                 line["why"] = "; ".join(filter(None, [line["why"], why]))
         elif before["seeds"]:
-            line |= _measured_before(about, before)
+            line |= before
         else:
             kind = "contextual" if about["contextual"] else "plain"
             missing = f"saved no scores of these systems on {kind} tasks" if ran else "was not run"
@@ -289,16 +279,10 @@ def _measured(about: Claim, scores: Mapping[int, pd.DataFrame], saved: Mapping[i
     table = next(iter(scores.values()))
     difference = effect([*gains.values()], _by_task(table, table.documents))
     why = _gates_missed(about["rests"], saved)
-    return {
-        "ours": ours,
-        "other": other,
-        "value": difference.value,
-        "interval": [difference.low, difference.high],
-        "seeds": {str(seed): float(np.mean([*map(np.mean, gain.values())])) for seed, gain in gains.items()},
-        "queries": len(table),
-        "verdict": "invalid" if why else judge(difference, about["bar"], len(scores)),
-        "why": why,
-    }
+    verdict = "invalid" if why else judge(difference, about["bar"], len(scores))
+    by_seed = {str(seed): float(np.mean([*map(np.mean, gain.values())])) for seed, gain in gains.items()}
+    line = {"ours": ours, "other": other, "value": difference.value, "interval": [*difference[1:]]}
+    return line | {"seeds": by_seed, "queries": len(table), "verdict": verdict, "why": why}
 
 
 def _gates_missed(rests: Mapping[str, Sequence[str]], saved: Mapping[int, Mapping[str, Any]]) -> str:
@@ -307,17 +291,10 @@ def _gates_missed(rests: Mapping[str, Sequence[str]], saved: Mapping[int, Mappin
     gates, unseen = [], []
     for name, training in ((name, training) for name, row in rests.items() for training in row):
         by_seed = {seed: row.get(name, {}).get("gates", {}).get(training, []) for seed, row in saved.items()}
-        gates += chain(*by_seed.values())
+        gates += [gate for row in by_seed.values() for gate in row]
         if without := [str(seed) for seed, row in by_seed.items() if not row]:
             unseen.append(f"no gates of {training} ({name}) in seeds {', '.join(without)}")
     return "; ".join(filter(None, [failed(mean_gates(gates)), *unseen]))
-
-
-def _measured_before(about: Claim, before: Mapping[str, Any]) -> Line:
-    """What earlier.json says of a claim."""
-    verdict = judge(Effect(before["value"], *before["interval"]), about["bar"], len(before["seeds"]))
-    line = {name: before[name] for name in ("value", "interval", "seeds")}
-    return line | {"verdict": verdict, "why": f"by an earlier definition: {before['definition']}"}
 
 
 # The runs of several seeds
@@ -358,8 +335,8 @@ def _differences(study: Run, run: Run, seed: int) -> str:
         return f"was trained with seed {trained}"
     made, now = comparable(preset), comparable(resolved(study.config))
     names = sorted(key for key in made.keys() & now.keys() if made[key] != now[key])
-    corpora = {one.load("00_backbone").get("corpus_hash") for one in (study, run)}
-    names += ["corpus"] * (len(corpora) > 1)
+    if len({one.load("00_backbone").get("corpus_hash") for one in (study, run)}) > 1:
+        names.append("corpus")
     return f"differs in {', '.join(names[:5])}" if names else ""
 
 
@@ -394,7 +371,7 @@ def first_seeds(by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
 def gathered(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:
     """Tables of several seeds as one: row → column → the value of each seed that has one."""
     values: dict[str, dict[str, list[float]]] = {}
-    for name, row in ((name, row) for table in tables for name, row in table.items()):
+    for name, row in (item for table in tables for item in table.items()):
         for column, value in row.items():
             values.setdefault(name, {}).setdefault(column, []).append(value)
     return values

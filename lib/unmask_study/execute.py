@@ -81,11 +81,11 @@ def clean(executed: Path) -> None:
     for cell in notebook.get("cells", ()):
         if cell["cell_type"] == "code":
             cell["outputs"] = [one for one in cell["outputs"] if "".join(one.get("text", "-")).strip()]
-    text, root = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", str(repository())
+    text, root = json.dumps(notebook, indent=1, ensure_ascii=False), str(repository())
     for folder, name in ((str(artifacts_root()), "artifacts"), (f"{root}/", ""), (root, ".")):
         begins = r"((?<![\w./-])|(?<=\\[nrt])|(?<=\\u001b\[\dm)|(?<=\\u001b\[\d\dm))"  # colours, too
         text = re.sub(begins + re.escape(folder) + r"(?![\w-]|\.\w)" * bool(name), name, text)
-    write_atomic(executed, text)
+    write_atomic(executed, f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ decides: blues are the recipe, and the further trained, the more they stand out 
 are its neighbours; greys come from outside.
 """
 
-import io
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
@@ -41,8 +40,7 @@ Table = Mapping[str, Mapping[str, float]]  # series → group or row → value
 def _look(words: str) -> Look:
     """A look from words such as "contextual s hollow": a colour's name, a marker, and perhaps hollow."""
     color, marker, *hollow = words.split()
-    filled = {"color": COLORS[color], "marker": marker, "linestyle": "-", "markerfacecolor": COLORS[color]}
-    return filled | HOLLOW if hollow else filled
+    return {"color": COLORS[color], "marker": marker} | (HOLLOW if hollow else {})
 
 
 SYSTEMS, VERDICTS = (
@@ -66,11 +64,10 @@ class Figure(plt.Figure):
 
     def save(self, path: Path) -> None:
         """Writes the figure as PNG."""
-        buffer = io.BytesIO()
-        self.savefig(buffer, dpi=DPI)
-        # Of few colours it is half the size, and the eye does not see it.
-        image = Image.open(buffer).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE)
         with replacing(path) as unfinished:
+            self.savefig(unfinished, dpi=DPI, format="png")
+            # Of few colours it is half the size, and the eye does not see it.
+            image = Image.open(unfinished).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE)
             image.save(unfinished, "png", optimize=True)
 
     def keep(self, path: Path, text: str = "") -> None:
@@ -82,8 +79,7 @@ class Figure(plt.Figure):
 
 def show(path: Path, text: str = "") -> None:
     """Shows in a notebook a figure of its run that was saved; `text` stands for it on the report's page."""
-    picture = {"picture": [f"figures/{path.name}", text]}
-    display(Picture(filename=path, width=SHOWN), metadata=picture)
+    display(Picture(filename=path, width=SHOWN), metadata={"picture": [f"figures/{path.name}", text]})
 
 
 def axes(**options) -> tuple[Figure, plt.Axes]:
@@ -113,9 +109,7 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
     return _finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
 
 
-def grouped_bars(
-    table: Table, *, seeds: Mapping[str, Mapping[str, Sequence[float]]] | None = None, **about: Any
-) -> Figure:
+def grouped_bars(table: Table, *, seeds: Mapping | None = None, **about: Any) -> Figure:
     """A bar per (group, series): `table[series][group]`; single seeds, where given, as dots.
 
     Systems from outside (BM25, a pretrained embedder) are grey levels over their group instead. Values are
@@ -123,21 +117,22 @@ def grouped_bars(
     """
     figure, ax = axes()
     frame, look = pd.DataFrame(table), looks(table)
-    inside = [series for series in table if look[series]["color"] not in OUTSIDE]
-    width, top, place_G = 0.84 / max(1, len(inside)), frame.abs().max(axis=None), np.arange(len(frame))
-    digits = 3 if top < 0.2 else 2 if top < 10 else 1
-    for number, series in enumerate(inside):
-        color, value_G = look[series]["color"], frame[series]
-        at_G = place_G + (number - (len(inside) - 1) / 2) * width
+    outside = [series for series in table if look[series]["color"] in OUTSIDE]
+    inside, place_G = frame.drop(columns=outside), np.arange(len(frame))
+    spacing = {"bar_spacing": 0.09, "group_spacing": 0.09 + 0.2 * len(inside.columns)}  # in widths of a bar
+    digits = 3 if (top := frame.abs().max(axis=None)) < 0.2 else 2 if top < 10 else 1
+    bars_by_series = ax.grouped_bar(inside, **spacing).bar_containers
+    for (series, value_G), bars in zip(inside.items(), bars_by_series, strict=True):
+        color = look[series]["color"]
         face = (color, 0.3) if HOLLOW.items() <= look[series].items() else color
-        bars = ax.bar(at_G, value_G, width * 0.92, facecolor=face, edgecolor=color, label=series)
-        for x, group in zip(at_G, frame.index) if seeds else ():
+        plt.setp(bars, facecolor=face, edgecolor=color)
+        for bar, group in zip(bars, frame.index) if seeds else ():
             values = seeds[series].get(group, ())
-            ax.plot([x] * len(values), values, ".", color=INK, markersize=3, zorder=3.5)
-        if len(inside) * len(frame) <= 24:
+            ax.plot([bar.get_center()[0]] * len(values), values, ".", color=INK, markersize=3, zorder=3.5)
+        if inside.size <= 24:
             texts = ["" if np.isnan(value) else f"{value:.{digits}f}".removeprefix("0") for value in value_G]
             ax.bar_label(bars, texts, fontsize=8, padding=3, zorder=4, bbox=CLEAR)
-    for series in (series for series in table if series not in inside):
+    for series in outside:
         color, place = look[series]["color"], (frame[series], place_G - 0.45, place_G + 0.45)
         ax.hlines(*place, color=PAPER, linewidth=3, alpha=0.5, zorder=2)  # or it is lost before a dark bar
         style = "-" if color == GREY else ":"
@@ -172,12 +167,7 @@ def effects(table: Mapping[str, Mapping[str, Sequence[float]]], **about: Any) ->
 
 
 def lines(
-    series: Mapping[Any, Sequence],
-    *,
-    intervals: Mapping | None = None,
-    log_x: bool = False,
-    frontier: bool = False,
-    **about: Any,
+    series: Mapping, *, intervals: Mapping | None = None, log_x: bool = False, frontier: bool = False, **about
 ) -> Figure:
     """Curves of measured points: name → (x, y) or (x, y, labels).
 
@@ -190,14 +180,13 @@ def lines(
     """
     figure, ax = axes()
     named = {name if isinstance(name, tuple) else (name, ""): data for name, data in series.items()}
-    look, (_, first), labels = looks(what for what, _ in named), next(iter(named)), []
+    look, (_, first), labels, bands = looks(what for what, _ in named), next(iter(named)), [], intervals or {}
     for (what, how), (x, y, *texts) in named.items():
         style = look[what] if how == first else look[what] | HOLLOW
         ax.plot(x, y, **style, label=f"{what}, {how}" if how else what)
-        if intervals and what in intervals:
-            ax.fill_between(
-                x, *zip(*intervals[what], strict=True), color=style["color"], alpha=0.2, linewidth=0
-            )
+        if what in bands:
+            ends = zip(*bands[what], strict=True)
+            ax.fill_between(x, *ends, color=style["color"], alpha=0.2, linewidth=0)
         if texts and how == first:
             labels += [(*point, style["color"]) for point in zip(x, y, texts[0], strict=True)]
     if log_x:
@@ -209,40 +198,37 @@ def lines(
         every = [point for x, y, *_ in series.values() for point in zip(x, y)]
         best = [p for p in every if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in every)]
         ax.step(*zip(*sorted(best)), where="pre", color=GRID, linewidth=6, zorder=1, label="frontier")
-    figure = _finished(figure, **about)
-    _label(ax, labels)
+    _finished(figure, **about)
+    if labels:  # clear of their points and of one another
+        ax.margins(x=0.2, y=0.15)
+        texts = [ax.text(x, y, text, fontsize=8, color=color, bbox=CLEAR) for x, y, text, color in labels]
+        room = {"expand": (1.5, 2.2), "force_explode": (0.3, 0.5), "min_arrow_len": 12}
+        adjust_text(texts, ax=ax, iter_lim=100, **room, arrowprops={"arrowstyle": "-", "color": GRID})
     return figure
 
 
 def histograms(series: Mapping[str, Sequence[float]], *, bins: Any = 50, **about: Any) -> Figure:
     """Overlaid distributions, each normalised to an area of one; `bins`: how many, or their edges."""
     figure, ax = axes()
-    edges = np.histogram_bin_edges(np.concatenate([np.ravel(data) for data in series.values()]), bins)
+    edges = np.histogram_bin_edges(np.concatenate([*map(np.ravel, series.values())]), bins)
     for (name, look), data in zip(looks(series).items(), series.values(), strict=True):
-        style = {"facecolor": (look["color"], 0.3), "edgecolor": look["color"], "linewidth": 1.2}
-        ax.hist(data, edges, density=True, histtype="stepfilled", label=name, **style)
+        color = {"facecolor": (look["color"], 0.3), "edgecolor": look["color"], "linewidth": 1.2}
+        ax.hist(data, edges, density=True, histtype="stepfilled", label=name, **color)
     return _finished(figure, **about)
 
 
 def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **about: Any) -> Figure:
     """One bar per name, the largest on top, with its value."""
-    values = dict(sorted(values.items(), key=lambda item: item[1]))
-    figure, ax = axes(figsize=(WIDTH, 0.26 * len(values) + 1.2))
-    bars = ax.barh(list(values), list(values.values()), color=COLORS["contextual"])
-    ax.bar_label(bars, fmt=fmt, fontsize=8, padding=3)
+    sizes = pd.Series(values).sort_values(kind="stable")
+    figure, ax = axes(figsize=(WIDTH, 0.26 * len(sizes) + 1.2))
+    ax.bar_label(ax.barh(sizes.index, sizes, color=COLORS["contextual"]), fmt=fmt, fontsize=8, padding=3)
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.grid(axis="y", visible=False)
     ax.margins(x=0.12, y=0.02)
     return _finished(figure, **about)
 
 
-def beside(
-    panels: Mapping[str, Table],
-    *,
-    highlight: Sequence[str] = (),
-    baselines: Sequence[str] = (),
-    **about: Any,
-) -> Figure:
+def beside(panels: Mapping, *, highlight: Sequence = (), baselines: Sequence = (), **about: Any) -> Figure:
     """Dots side by side, each panel on its own scale: panel → series → row → value.
 
     Rows stand in the order in which they first appear, the first on top, with a line through their dots.
@@ -262,11 +248,11 @@ def beside(
             frame = frame.sub(frame[series], axis=0)
         y = np.arange(len(frame))
         ax.hlines(y, frame.min(axis=1), frame.max(axis=1), color=GRID, linewidth=1.2)
-        others = [series for series in frame if series not in colored]
-        grey = {"marker": "o", "color": GREY, "markersize": 3.5, "label": f"{len(others)} others"}
-        for series in (*others, *(series for series in colored[::-1] if series in frame)):  # the first on top
-            style = look[series] | {"label": series} if series in colored else grey
-            ax.plot(frame[series], y, **style | {"linestyle": ""})
+        others = frame.drop(columns=colored, errors="ignore")
+        label = [f"{others.shape[1]} others"] * others.shape[1]
+        ax.plot(others, y, "o", color=GREY, markersize=3.5, label=label)
+        for series in (series for series in colored[::-1] if series in frame):  # the first on top
+            ax.plot(frame[series], y, **look[series] | {"linestyle": ""}, label=series)
         _name_rows(ax, list(frame.index), most)
         ax.set_title(name, fontsize=9.5)
     return _finished(figure, **about)
@@ -282,10 +268,10 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
     """
     measured = {name: [one for one in row if one["value"] is not None] for name, row in runs.items()}
     every = list(chain(*measured.values()))
-    shorts = dict.fromkeys(one["short"] for row in runs.values() for one in row)
-    rows = [short for short in shorts if any(one["short"] == short for one in every)]
-    size = (WIDTH, 0.33 * len(rows) + 1.5)
-    figure, drawn = axes(ncols=len(runs), figsize=size, squeeze=False, sharex=True, sharey=True)
+    shown = {one["short"] for one in every}
+    rows = list(dict.fromkeys(one["short"] for one in chain(*runs.values()) if one["short"] in shown))
+    shared = {"figsize": (WIDTH, 0.33 * len(rows) + 1.5), "sharex": True, "sharey": True}
+    figure, drawn = axes(ncols=len(runs), squeeze=False, **shared)
     for (name, row), ax in zip(measured.items(), drawn[0], strict=True):
         for one in row:
             y, look, bar = rows.index(one["short"]), VERDICTS[one["verdict"]], 100 * one["bar"]
@@ -318,15 +304,6 @@ def _name_rows(ax: plt.Axes, names: Sequence[str], room: float, **text) -> None:
     ax.set_ylim(room - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", visible=False)
-
-
-def _label(ax: plt.Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes labels, (x, y, text, colour), near their points and clear of them and of one another."""
-    if labels:
-        ax.margins(x=0.2, y=0.15)
-        texts = [ax.text(x, y, text, fontsize=8, color=color, bbox=CLEAR) for x, y, text, color in labels]
-        room = {"expand": (1.5, 2.2), "force_explode": (0.3, 0.5), "min_arrow_len": 12}
-        adjust_text(texts, ax=ax, iter_lim=100, **room, arrowprops={"arrowstyle": "-", "color": GRID})
 
 
 def _finished(

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Collection
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +31,8 @@ with extra("study"):
     from fsspec.utils import glob_translate
 
 # Sections of a preset with models or data of their own: those that each training needs, and those of studies.
-RECIPE, STUDIES = ("backbone", "clusters", "data"), ("retrieval", "conteb")
-PARTS = RECIPE + STUDIES
+RECIPE = ("backbone", "clusters", "data")
+PARTS = (*RECIPE, "retrieval", "conteb")
 # Bytes of files to fetch for each byte of text that `data.max_text_mb` allows a source. One of Parquet holds
 # two of text, but other columns take some, and other scripts than Latin more bytes a token than the cap says.
 FILE_BYTES = 1.5
@@ -57,33 +58,29 @@ def needs(preset: Preset, folder: Path | None = None, sections: Collection[str] 
     models |= {"retrieval": preset.retrieval.pool}
     names = [name for section in models if section in sections for name in models[section]]
     revisions = preset.retrieval.pool_revisions
-    wanted = [Need(name, revisions.get(name, "main")) for name in names if hub.is_name(name, folder)]
+    parts = {name: Need(name, revisions.get(name, "main")) for name in names if hub.is_name(name, folder)}
     sources = [conteb(name) for name in preset.conteb.tasks if "conteb" in sections]
     if "data" in sections:
         sources += [one for one in load_registry(preset.data.source) if one.kind in ("hub", "mirror")]
     for source in sources:
         share = (source.share or 100) / 100 if source.role == "text" else math.inf
         size = FILE_BYTES * preset.data.max_text_mb * 1e6 * share
-        wanted += [Need(source.repo, source.revision, half, size) for half in halves(source)]
-    parts: dict[tuple[str, ...], Need] = {}
-    for need in wanted:
-        part = (need.source.config, need.source.split) if need.source else ()
-        parts.setdefault((need.repo, *part), need)
+        for half in halves(source):
+            need = Need(source.repo, source.revision, half, size)
+            parts.setdefault((source.repo, half.config, half.split), need)
     return [*parts.values()]
 
 
 def offline(preset: Preset) -> bool:
     """Whether a run of this preset reads nothing from the Hub itself. Public benchmarks count as read from
     it: a mirror may lack them."""
-    sections = preset.retrieval, preset.conteb, preset.cde, preset.qwen3, preset.ablation
-    benchmarks = any(section.benchmarks for section in sections)
-    return not benchmarks and (hub.root() is not None or not needs(preset))
+    studies = preset.retrieval, preset.conteb, preset.cde, preset.qwen3, preset.ablation
+    return not any(study.benchmarks for study in studies) and bool(hub.root() or not needs(preset))
 
 
 def data_on_hub(preset: Preset) -> bool:
     """Whether the data of this preset are read from the Hub itself, so that a look at them takes its time."""
-    sources = (need.source for need in needs(preset, sections=["data"]))
-    return hub.root() is None and any(source.kind == "hub" for source in sources)
+    return not hub.root() and any(need.source.kind == "hub" for need in needs(preset, sections=["data"]))
 
 
 def reads_packaged(preset: Preset) -> bool:
@@ -166,12 +163,11 @@ def _why(need: Need, folder: Path) -> str:
     try:
         if not (data_files(need.source) if need.source else any(folder.glob("*.safetensors"))):
             return "*.safetensors not there"
-        for name, size in _files(need, folder, str(folder)).items():
-            if not (folder / name).is_file() or (folder / name).stat().st_size != size:
-                return f"{name} not there or not whole: pull again"
+        sizes = {str(one.relative_to(folder)): one.stat().st_size for one in folder.rglob("*")}
+        wrong = [name for name, size in _files(need, folder, str(folder)).items() if sizes.get(name) != size]
+        return f"{wrong[0]} not there or not whole: pull again" if wrong else ""
     except ValueError as error:
         return str(error)
-    return ""
 
 
 def _files(need: Need, folder: Path, base: str) -> dict[str, int]:
@@ -198,12 +194,10 @@ def _pull(need: Need, folder: Path) -> None:
     """Fetches what is needed of a repository. One that is in the mirror already stays at its commit, so that
     a branch that moves meanwhile does not mix two versions."""
     kind, place = ("dataset", "datasets/") if need.source else ("model", "")
-    where = {"repo_id": need.repo, "repo_type": kind, "local_dir": folder}
+    fetch = partial(snapshot_download, need.repo, repo_type=kind, local_dir=folder)
     revision = hub.commit(folder, need.revision) or need.revision
-    snapshot_download(
-        **where, revision=revision, allow_patterns=["README.md", ".gitattributes"]
-    )  # and the list
+    fetch(revision=revision, allow_patterns=["README.md", ".gitattributes"])  # and the list of all files
     commit = hub.commit(folder)
     files = _files(need, folder, f"hf://{place}{need.repo}@{commit}")
     print(f"{need.repo} at {commit[:12]}: {len(files)} files, {sum(files.values()):,} bytes", flush=True)
-    snapshot_download(**where, revision=commit, allow_patterns=[*map(glob.escape, files)])
+    fetch(revision=commit, allow_patterns=[*map(glob.escape, files)])

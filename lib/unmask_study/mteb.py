@@ -6,12 +6,9 @@ Shape suffixes: B texts · N queries · M documents · D dimensions.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache, partial
-from itertools import chain, groupby
-from operator import itemgetter
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
 import joblib
@@ -39,7 +36,7 @@ with extra("study"):
     import mteb
     from mteb import AbsTask, TaskMetadata
     from mteb.abstasks import AbsTaskRetrieval
-    from mteb.models import ModelMeta, SearchCrossEncoderWrapper, SearchEncoderWrapper
+    from mteb.models import ModelMeta, SearchEncoderWrapper
     from mteb.models.abs_encoder import AbsEncoder
     from mteb.types import PromptType
 
@@ -75,7 +72,8 @@ class MtebEncoder(AbsEncoder):
         self.model, self.config, self.precision, self.instruct = embedder, config, precision, instruct
         self.instruction_template = prompt("{instruction}")
         self.reader = lambda subset: embedder  # of a task's subset
-        self._corpus, self._corpus_codes = None, None  # the last one, which the subsets of a task may share
+        # The last corpus is embedded once: the subsets of a task may share it.
+        self._codes = lru_cache(1)(lambda reader, *texts, **how: reader.encode(texts, precision, **how))
         tensors = [*getattr(embedder, "encoder", embedder.model).parameters()]
         tensors.append(getattr(embedder, "context_KD", torch.empty(0)))
         how = embedder.mixed_precision, config.query_length, config.document_length, instruct
@@ -85,7 +83,7 @@ class MtebEncoder(AbsEncoder):
         """Embeds the texts of mteb's batches, (B, D); an empty text is embedded as a space, for
         which the tokenizer must have a token."""
         name, kind, reader = task_metadata.name, about.get("prompt_type"), self.reader(about.get("hf_subset"))
-        prefix, column, length = "", itemgetter("text"), self.length(name, kind or PromptType.document)
+        prefix, column, length = "", lambda rows: rows["text"], self.length(name, kind or PromptType.document)
         if self.instruct and kind != PromptType.document:
             prefix = self.get_task_instruction(task_metadata, kind)
         elif kind == PromptType.query:
@@ -93,12 +91,10 @@ class MtebEncoder(AbsEncoder):
         texts = [prefix + text or " " for batch in inputs for text in column(batch)]
         if kind == PromptType.query:
             return reader.encode(texts, self.precision, max_length=length)
-        if self._corpus != (reader, length, texts):
-            self._corpus = reader, length, texts
-            self._corpus_codes = reader.encode(texts, self.precision, max_length=length)
+        codes_BD = self._codes(reader, *texts, max_length=length)
         if kind is None:  # no search
-            return unit(_floats(self._corpus_codes))
-        return noisy(self._corpus_codes) if name in _YAML["repeating"] else self._corpus_codes
+            return unit(_floats(codes_BD))
+        return noisy(codes_BD) if name in _YAML["repeating"] else codes_BD
 
     def length(self, task: str, kind: PromptType) -> int:
         """Tokens that are read of a query or a document."""
@@ -148,19 +144,17 @@ class MtebReranker(SearchEncoderWrapper):
 
     def search(self, queries: Dataset, *, top_k: int, **about: Any) -> dict[str, dict[str, float]]:
         """The score of each candidate, by the ids of queries and documents."""
-        second = SearchCrossEncoderWrapper(SimpleNamespace(predict=self._log_odds, mteb_model_meta=None))
-        second.task_corpus = self.task_corpus
-        first = super().search(queries, top_k=self.candidates, **about)
-        best = {query: sorted(row, key=row.get, reverse=True) for query, row in first.items()}
-        return second.search(queries, top_k=top_k, **about | {"top_ranked": best})
-
-    def _log_odds(self, *, task_metadata: TaskMetadata, **named: Any) -> np.ndarray:
-        instruction = self.model.get_instruction(task_metadata, PromptType.query)
-        sides = (chain.from_iterable(x["text"] for x in named[key]) for key in ("inputs1", "inputs2"))
-        pairs = groupby(zip(*sides, strict=True), key=itemgetter(0))  # of one query, side by side
-        limits = {f"{kind}_length": self.model.length(task_metadata.name, kind) for kind in PromptType}
-        rank = partial(self.reranker.log_odds, instruction=instruction, **limits)
-        return np.concatenate([rank(query, [text for _, text in row]) for query, row in pairs])
+        corpus, number = self.task_corpus, {name: i for i, name in enumerate(self.task_corpus["id"])}
+        first, task = super().search(queries, top_k=self.candidates, **about), about["task_metadata"]
+        options = {f"{kind}_length": self.model.length(task.name, kind) for kind in PromptType}
+        options["instruction"] = self.model.get_instruction(task, PromptType.query)
+        scores = {}
+        for row in queries:
+            best = sorted(first[row["id"]], key=first[row["id"]].get, reverse=True)
+            query = " ".join(filter(None, (row["text"], row.get("instruction"))))
+            odds = self.reranker.log_odds(query, [_text(corpus[number[name]]) for name in best], **options)
+            scores[row["id"]] = dict(zip(best, odds.tolist(), strict=True))
+        return scores
 
 
 def _meta(name: str, tensors: Iterable[Tensor], *how: Any) -> ModelMeta:
@@ -188,11 +182,6 @@ def _text(row: Mapping[str, str]) -> str:
     return " ".join(filter(None, (row.get("title"), row["text"]))).strip() or " "
 
 
-def _informed(encoder: MtebEncoder, task: AbsTask, subset: str) -> Embedder:
-    texts = context_texts(task, subset, encoder.model.encoder.context)
-    return encoder.model.with_context(texts, max_length=encoder.config.document_length)
-
-
 def benchmark_tasks(name: str, every_type: bool = False) -> list[AbsTask]:
     """The tasks of a benchmark: a key of BENCHMARKS, or mteb's name of a benchmark or of a task.
 
@@ -212,24 +201,20 @@ def type_means(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """A benchmark's rows of `run_benchmark` as leaderboards show them: the mean over its tasks, that over its
     types of tasks, and each type's. A mean of what was not all run is left out."""
     table = pd.DataFrame(rows, columns=["type", "score"]).astype({"score": float})
-    types = {kind: score.mean(skipna=False) for kind, score in table.groupby("type", sort=False).score}
-    means = {
-        "mean (task)": table.score.mean(skipna=False),
-        "mean (type)": pd.Series(types).mean(skipna=False),
-    }
-    return {name: float(mean) for name, mean in (means | types).items() if mean == mean}
+    types = table.groupby("type", sort=False).score.agg(lambda scores: scores.mean(skipna=False))
+    means = {"mean (task)": table.score.mean(skipna=False), "mean (type)": types.mean(skipna=False), **types}
+    return {name: float(mean) for name, mean in means.items() if mean == mean}
 
 
 def side_by_side(public: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
     """The rows of `run_benchmark` for several systems, as a row a task: each one's score, and why one was not
     run."""
-    tasks: dict[tuple[str, str], dict[str, Any]] = {}
-    for system, rows in public.items():
-        for row in rows:
-            key = row["benchmark"], row["task"]
-            line = tasks.setdefault(key, {"benchmark": key[0], "task": key[1], "why": ""})
-            line |= {system: row["score"], "why": line["why"] or row["why"]}
-    return [*tasks.values()]
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for system, row in ((system, row) for system, rows in public.items() for row in rows):
+        line = lines.setdefault((row["benchmark"], row["task"]), {})
+        line |= {key: row[key] for key in ("benchmark", "task")} | {"why": line.get("why") or row["why"]}
+        line[system] = row["score"]
+    return [*lines.values()]
 
 
 def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -237,11 +222,9 @@ def tool_kinds(subsets: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     names = list(mteb.get_task("ToolRetrieval").hf_subsets)  # by kind
     custom, web = names.index("appbench"), names.index("apibank")
     kinds = {"Web": names[web:], "Code": names[:custom], "Custom": names[custom:web]}
-    means = {
-        f"{kind} {measure}": fmean(subsets[name][measure] for name in sets)
-        for kind, sets in kinds.items()
-        for measure in MEASURES
-    }
+    means = {}
+    for kind, sets in kinds.items():
+        means |= {f"{kind} {one}": fmean(subsets[name][one] for name in sets) for one in MEASURES}
     return means | {f"Avg {x}": fmean(means[f"{kind} {x}"] for kind in kinds) for x in ("nDCG", "C")}
 
 
@@ -275,12 +258,12 @@ def as_task(task: AbsTaskRetrieval) -> Task:
     task.convert_v1_dataset_format_to_v2(None)
     [[data]] = (splits.values() for splits in task.dataset.values())
     number = {name: i for i, name in enumerate(data["corpus"]["id"])}
-    answers = {
-        query: {number[name] for name, grade in grades.items() if grade}
-        for query, grades in data["relevant_docs"].items()
-    }
-    rows = [row for row in data["queries"] if answers.get(row["id"])]
-    queries, relevant = [row["text"] for row in rows], [answers[row["id"]] for row in rows]
+    queries, relevant = [], []
+    for row in data["queries"]:
+        grades = data["relevant_docs"].get(row["id"], {})
+        if right := {number[name] for name, grade in grades.items() if grade}:
+            queries.append(row["text"])
+            relevant.append(right)
     texts = [[_text(row)] for row in data["corpus"]]
     return Task(task.metadata.name, "english", queries, texts, relevant, list(number))
 
@@ -337,8 +320,9 @@ def _run(encoder: MtebEncoder | MtebReranker, task: AbsTask, results: mteb.Resul
     if why := _absent(task):
         return {"score": None, "subsets": {}, "why": why}
     task.task_specific_scores = partial(_completeness, task)
-    if isinstance(encoder.model, ContextEmbedder) and not len(encoder.model.context_KD):
-        encoder.reader = cache(lambda subset: _informed(encoder, task, subset))
+    if isinstance(model := encoder.model, ContextEmbedder) and not len(model.context_KD):
+        texts, read = partial(context_texts, task, count=model.encoder.context), encoder.config
+        encoder.reader = cache(lambda name: model.with_context(texts(name), max_length=read.document_length))
     result = mteb.evaluate(encoder, task, cache=results, raise_error=False, co2_tracker=False)
     if result.exceptions:
         reason = str(result.exceptions[0].exception).strip() or "no reason given"
@@ -346,7 +330,7 @@ def _run(encoder: MtebEncoder | MtebReranker, task: AbsTask, results: mteb.Resul
     # What is kept may hold more than is asked for here, for instance more languages.
     scores = result.task_results[0].validate_and_filter_scores(task)
     names = {"main_score": "score"} | {key: name for name, key in MEASURES.items()}
-    table = pd.DataFrame(chain(*scores.scores.values())).rename(columns=names)  # a row for a split's subset
+    table = pd.concat(map(pd.DataFrame, scores.scores.values())).rename(columns=names)  # a row a subset
     measured = [name for name in names.values() if name in table]  # of what is no search the score alone
     subsets = table.groupby("hf_subset", sort=False)[measured].mean().to_dict("index")
     return {"score": float(scores.get_score()), "subsets": subsets, "why": ""}

@@ -92,12 +92,10 @@ class Pipeline:
         sections = {name: [values, _files(name, values)] for name, values in resolved(preset).items()}
         self._parts: dict[str, dict[str, str]] = {}
         for one in self.notebooks:
-            self._parts[one.name] = (
-                shared
-                | {"notebook": one.code, "data": data if "data" in one.reads else ""}
-                | {f"preset section {name}": fingerprint(sections.get(name)) for name in one.reads}
-                | {f"input {name}": fingerprint(self._parts.get(name)) for name in one.needs}
-            )
+            parts = shared | {"notebook": one.code, "data": data if "data" in one.reads else ""}
+            parts |= {f"preset section {name}": fingerprint(sections.get(name)) for name in one.reads}
+            parts |= {f"input {name}": fingerprint(self._parts.get(name)) for name in one.needs}
+            self._parts[one.name] = parts
 
     def depends_on(self, notebook: Notebook) -> dict[str, str]:
         """All that counts for a notebook, each part with its hash. Of one that pools the seeds that is also,
@@ -105,10 +103,8 @@ class Pipeline:
         parts, results = {**self._parts[notebook.name]}, self.folders.results
         for folder in [results, *seed_runs(results).values()] if notebook.seeds == "pooled" else ():
             names = {*notebook.after} | ({"provenance"} if folder != results else set())
-            files = [
-                file for file in [*folder.glob("*.json"), *folder.glob("scores/*")] if file.stem in names
-            ]
-            hashes = sorted([file.name, sha256(file)] for file in files)
+            files = [*folder.glob("*.json"), *folder.glob("scores/*")]
+            hashes = sorted([file.name, sha256(file)] for file in files if file.stem in names)
             parts[f"run {folder.name}"] = fingerprint(hashes)
         return parts
 
@@ -153,15 +149,14 @@ class Pipeline:
             ValueError: one of them needs the output of a notebook that never ran and is not selected.
         """
         due: dict[Notebook, str] = {}
+        names = {one.name for one in selected}
         for one in selected:
             pools = f"pools {', '.join(other.name for other in due)}" if due and one.seeds == "pooled" else ""
             if why := "forced" if force else self.why_due(one) or pools:
                 due[one] = why
-        names = {one.name for one in selected}
-        for one in due:
-            if missing := [name for name in one.needs if name not in names and not self.done(name)]:
-                needs = f"{one.name} needs the output of {', '.join(missing)}, which is not done"
-                raise ValueError(f"{needs}: --to {one.name[:2]} runs all that is due before it, too")
+                if missing := [name for name in one.needs if name not in names and not self.done(name)]:
+                    needs = f"{one.name} needs the output of {', '.join(missing)}, which is not done"
+                    raise ValueError(f"{needs}: --to {one.name[:2]} runs all that is due before it, too")
         return due
 
     def _saved(self, notebook: Notebook) -> str:
@@ -178,10 +173,10 @@ class Pipeline:
 
     def finish(self, notebook: Notebook) -> None:
         """Marks a notebook done, with its inputs as they were used: one that was out of date keeps it due."""
-        made = {name: self.done(name).get("depends_on") for name in notebook.needs}
-        used = {f"input {name}": fingerprint(parts) for name, parts in made.items() if parts}
-        done = {"depends_on": self.depends_on(notebook) | used, "saved": self._saved(notebook)}
-        write_json(self.folders.artifacts / notebook.name / "done.json", done | {"finished": utc()})
+        done = {name: self.done(name) for name in notebook.needs}
+        used = {f"input {name}": fingerprint(one["depends_on"]) for name, one in done.items() if one}
+        made = {"depends_on": self.depends_on(notebook) | used, "saved": self._saved(notebook)}
+        write_json(self.folders.artifacts / notebook.name / "done.json", made | {"finished": utc()})
 
     def describe(self, command: str) -> dict[str, Any]:
         """What all notebooks that run now are made with, for provenance.json: code, parameters, versions,
@@ -214,21 +209,15 @@ class Pipeline:
             about: from `describe`.
         """
         path, here = self.folders.results / "provenance.json", _processor(about["hardware"])
-        stages = self._records(path)
-        stages = {name: one for name, one in stages.items() if one.get("data") in (None, "", self.data)}
+        stages = {name: one for name, one in self._records(path).items() if one["data"] in ("", self.data)}
         last, whole = stages.pop(notebook.name, {}), ran["wall_seconds"]
         if last.get("processor") == here:
             before = last["whole_seconds"]
             whole = whole + before if last["exit_status"] else max(whole, before)
         if {*notebook.needs} <= stages.keys():
-            inherited = (stages[name]["reads"] for name in notebook.needs)
-            made = {
-                "whole_seconds": whole,
-                "commit": about["commit"],
-                "dirty": about["dirty"],
-                "processor": here,
-            }
-            made |= {"reads": sorted({*notebook.reads}.union(*inherited))}  # what it needs included
+            reads = {*notebook.reads}.union(*(stages[name]["reads"] for name in notebook.needs))
+            made = {"whole_seconds": whole, "processor": here, "reads": sorted(reads)}
+            made |= {"commit": about["commit"], "dirty": about["dirty"]}
             stages[notebook.name] = ran | made | {"data": self.data if "data" in notebook.reads else ""}
         write_json(path, about | {"stages": dict(sorted(stages.items()))})
 
@@ -237,9 +226,8 @@ class Pipeline:
         about = read_json(provenance)
         made, now = comparable(about.get("preset", {})), comparable(resolved(self.preset))
         changed = {key.partition(".")[0] for key in made.keys() & now.keys() if made[key] != now[key]}
-        return {
-            name: one for name, one in about.get("stages", {}).items() if changed.isdisjoint(one["reads"])
-        }
+        stages = about.get("stages", {}).items()
+        return {name: one for name, one in stages if changed.isdisjoint(one["reads"])}
 
     def times(self) -> tuple[dict[str, float], set[str]]:
         """Seconds of each notebook with its trainings, and the names of those that are estimated: no record
@@ -258,11 +246,9 @@ def _files(section: str, values: Any) -> list[Any]:
     read, size and time."""
     named = [values[key] for key in LOCAL.get(section, ())]
     paths = [Path(one) for value in named for one in (value if isinstance(value, list) else [value]) if one]
-    files = [file for path in paths for file in ([path] if path.is_file() else visible(path))]
-    stats = [(file, file.stat()) for file in sorted(files)]
-    return [
-        [f"{file}", sha256(file) if x.st_size < 2**20 else [x.st_size, x.st_mtime_ns]] for file, x in stats
-    ]
+    files = sorted(file for path in paths for file in ([path] if path.is_file() else visible(path)))
+    large = {file: [x.st_size, x.st_mtime_ns] for file in files if (x := file.stat()).st_size >= 2**20}
+    return [[f"{file}", large.get(file) or sha256(file)] for file in files]
 
 
 def hardware() -> dict[str, Any]:

@@ -15,6 +15,8 @@ from unmask_study.evidence import VERDICTS, Gate, Scores, above_chance, learnt, 
 from unmask_study.recipe import recipe
 from unmask_study.run import Run
 
+Curve = Sequence[Mapping[str, Any]]  # the logged steps of a training
+Gates = Mapping[str, Sequence[Gate]]  # training → its gates
 MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
 _ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
@@ -47,8 +49,8 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], *, digits: int = 3) -> str
     if not rows:
         return "not run"
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    body = [[_cell(row.get(key), digits) for key in columns] for row in rows]
-    head, *lines = (f"| {' | '.join(cells)} |" for cells in ([_cell(key, digits) for key in columns], *body))
+    cells = [columns, *([row.get(key) for key in columns] for row in rows)]
+    head, *lines = (f"| {' | '.join(_cell(value, digits) for value in row)} |" for row in cells)
     return "\n".join([head, "|" + "---|" * len(columns), *lines])
 
 
@@ -71,7 +73,7 @@ def added_up(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return table.groupby(label, sort=False, as_index=False).agg(how).to_dict("records")
 
 
-def by_dataset(curve: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+def by_dataset(curve: Curve) -> dict[str, Curve]:
     """The logged steps of a training by data set, all languages of one together."""
     names = [row["dataset"].partition("/")[0] for row in curve]
     return {one: [row for name, row in zip(names, curve) if name == one] for one in sorted(set(names))}
@@ -83,9 +85,7 @@ def quoted(text: str, width: int = 90) -> str:
     return f"`{line if len(line) <= width else line[: width - 1] + '…'}`"
 
 
-def measured(
-    rows: Mapping[str, Sequence[str]], metrics: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, float]]:
+def measured(rows: Mapping[str, Sequence[str]], metrics: Mapping) -> dict[str, dict[str, float]]:
     """The rows that a run measured, without those that it did not.
 
     Args:
@@ -105,9 +105,7 @@ def spread(values: Sequence[float]) -> str:
 # Gates, claims and the notebook's answer
 
 
-def checked(
-    curves: Mapping[str, Sequence[Mapping[str, Any]]], scores: Mapping[str, Scores], tasks: Sequence[Task]
-) -> dict[str, list[Gate]]:
+def checked(curves: Mapping[str, Curve], scores: Mapping[str, Scores], tasks: Sequence[Task]) -> Gates:
     """The gates of trainings: did the loss fall, and is the model better than chance?
 
     Args:
@@ -119,19 +117,14 @@ def checked(
     return {name: [learnt(name, curve), *chance.get(name, [])] for name, curve in curves.items()}
 
 
-def gates_table(gates: Mapping[str, Sequence[Gate]]) -> str:
+def gates_table(gates: Gates) -> str:
     """Gates of some trainings as a Markdown table, each once; of many only those that failed."""
     once = {gate["name"]: gate for row in gates.values() for gate in row}.values()
     missed = [gate for gate in once if not gate["passed"]]
-    rows = [
-        {
-            "gate": gate["name"],
-            "value": gate["value"],
-            "bar": f"{gate['side']} {gate['bar']:.3f}",
-            "passed": "yes" if gate["passed"] else "**no**",
-        }
-        for gate in (once if len(once) <= 8 else missed)
-    ]
+    rows = []
+    for gate in once if len(once) <= 8 else missed:
+        bar, passed = f"{gate['side']} {gate['bar']:.3f}", "yes" if gate["passed"] else "**no**"
+        rows.append({"gate": gate["name"], "value": gate["value"], "bar": bar, "passed": passed})
     summary = f"Gates: {len(once) - len(missed)} of {len(once)} passed."
     return summary + f"\n\n{markdown_table(rows)}" * bool(rows)
 
@@ -142,8 +135,7 @@ class Answer:
 
     def __init__(self, study: Run):
         display(SVG(recipe(study.notebook)))
-        waiting = Markdown("*Not answered yet: run the cells below.*")
-        self._place = display(waiting, display_id=True)
+        self._place = display(Markdown("*Not answered yet: run the cells below.*"), display_id=True)
 
     def write(self, text: str) -> None:
         """Shows the answer, in Markdown."""
@@ -155,7 +147,7 @@ def close(
     answer: Answer,
     text: str,
     *,
-    gates: Mapping[str, Sequence[Gate]] | None = None,
+    gates: Gates | None = None,
     tasks: Sequence[Task] = (),
     scores: Mapping[str, Scores] | None = None,
     **metrics: Any,
@@ -182,18 +174,13 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
     Args:
         claims: see `evidence.claims`; notebooks: folder of the executed notebooks, as seen from the table.
     """
-    rows = [
-        {
-            "claim": claim["claim"],
-            "paper": f"{claim['paper']}; {claim['source']}",
-            "ours": claim["effect"],
-            "seeds": "; ".join(f"{100 * value:+.1f}" for value in claim["seeds"].values()) or "–",
-            "verdict": f"**{MARKS.get(claim['verdict'], '')}{claim['verdict']}**"
-            + f" ({claim['why']})" * bool(claim["why"]),
-            "notebook": link(notebooks, claim["notebook"]),
-        }
-        for claim in claims
-    ]
+    rows = []
+    for one in claims:
+        why = f" ({one['why']})" if one["why"] else ""
+        row = {"claim": one["claim"], "paper": f"{one['paper']}; {one['source']}", "ours": one["effect"]}
+        row["seeds"] = "; ".join(f"{100 * value:+.1f}" for value in one["seeds"].values()) or "–"
+        row["verdict"] = f"**{MARKS.get(one['verdict'], '')}{one['verdict']}**{why}"
+        rows.append(row | {"notebook": link(notebooks, one["notebook"])})
     return markdown_table(rows)
 
 
@@ -201,8 +188,8 @@ def by_verdict(claims: Sequence[Mapping[str, Any]]) -> str:
     """The claims by verdict, each with its effect, in Markdown; of those without one how many there are."""
     text = ""
     for verdict in VERDICTS[:-2]:
-        rows = [f"- {one['claim']} {one['effect']} points" for one in claims if one["verdict"] == verdict]
-        text += f"**{verdict.capitalize()}**\n\n" + "\n".join(rows) + "\n\n" if rows else ""
+        rows = [f"- {one['claim']} {one['effect']} points\n" for one in claims if one["verdict"] == verdict]
+        text += f"**{verdict.capitalize()}**\n\n{''.join(rows)}\n" * bool(rows)
     rest = sum(one["verdict"] in VERDICTS[-2:] for one in claims)
     return text + f"Not asked, or not run: {rest} of {len(claims)} claims." * bool(rest)
 

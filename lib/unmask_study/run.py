@@ -61,9 +61,7 @@ class Run:
     config: Preset
 
     @classmethod
-    def open(
-        cls, notebook: str, preset: str, overrides: dict[str, Any] | None = None, run: str = ""
-    ) -> "Run":
+    def open(cls, notebook: str, preset: str, overrides: dict | None = None, run: str = "") -> "Run":
         """Opens a run for a notebook, for instance "02_pair", and says where its outputs go.
 
         Args:
@@ -71,8 +69,8 @@ class Run:
         """
         opened = cls(notebook, run or f"{LAB}/{preset}", load_preset(preset, overrides))
         changed = "".join(f", {key} = {value!r}" for key, value in (overrides or {}).items())
-        where = f"checkpoints: {opened.root / notebook}\nmetrics and figures: {opened.results}"
-        print(f"run {opened.name!r}{changed}\n{where}")
+        print(f"run {opened.name!r}{changed}")
+        print(f"checkpoints: {opened.root / notebook}\nmetrics and figures: {opened.results}")
         gc.freeze()  # what was imported stays; to look through it whenever a model is freed takes the longest
         return opened
 
@@ -91,8 +89,7 @@ class Run:
         Raises: FileNotFoundError with the command that makes it.
         """
         if notebook is None:
-            path = self.root / self.notebook
-            path.mkdir(parents=True, exist_ok=True)
+            (path := self.root / self.notebook).mkdir(parents=True, exist_ok=True)
             return path
         for name in self._sources():
             path = artifacts_root() / name / notebook
@@ -102,10 +99,8 @@ class Run:
                 return path
         preset, run = self.config.name, self.recorded.name
         command = f"unmask run --preset {preset}{f' --run {run}' * (run != preset)} --to {notebook[:2]}"
-        raise FileNotFoundError(
-            f"{self.notebook} needs {notebook}: make it with `{command}` and your --set; --dry-run "
-            "says how long that takes"
-        )
+        remedy = f"make it with `{command}` and your --set; --dry-run says how long that takes"
+        raise FileNotFoundError(f"{self.notebook} needs {notebook}: {remedy}")
 
     @property
     def recorded(self) -> "Run":

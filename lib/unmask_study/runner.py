@@ -1,8 +1,6 @@
 """Executes the notebooks that are due, each in a process of its own, side by side where none needs
 another."""
 
-import contextlib
-import itertools
 import json
 import math
 import os
@@ -74,8 +72,8 @@ class Runner:
         self.left = {one.name for one in due}  # what is not done
         self.running: dict[int, Execution] = {}  # by their places, each with a GPU where there are some
         self.began = self.shown = time.monotonic()
-        options = {"file": sys.stdout, "dynamic_ncols": True, "leave": False, "total": 1}
-        self.bar = tqdm(bar_format="|{bar:20}| {desc}", disable=not sys.stdout.isatty(), **options)
+        options = {"total": 1, "dynamic_ncols": True, "leave": False, "disable": not sys.stdout.isatty()}
+        self.bar = tqdm(file=sys.stdout, bar_format="|{bar:20}| {desc}", **options)
 
     def run(self) -> None:
         """Returns when all is done.
@@ -87,7 +85,7 @@ class Runner:
                 Its argument is the signal.
         """
         signals, deadline = [], math.inf
-        with on_signal(signals.append), contextlib.closing(self):
+        with on_signal(signals.append), self.bar:
             while self._start(stopped=bool(signals)):
                 time.sleep(0.1)
                 self._show()
@@ -108,11 +106,6 @@ class Runner:
         if self.left:
             raise RuntimeError(f"not done: {', '.join(sorted(self.left))}")
 
-    def close(self) -> None:
-        self.bar.close()
-        for one in self.running.values():  # after an error here
-            os.kill(one.process.pid, signal.SIGKILL)
-
     def _start(self, stopped: bool) -> bool:
         """Starts the notebooks that have what they need, as long as there is a place.
 
@@ -123,8 +116,8 @@ class Runner:
         threads = {"OMP_NUM_THREADS": str(max(self.about["hardware"]["cores"] // self.jobs, 1))}
         for notebook in [] if stopped else ready[: self.jobs - len(self.running)]:
             place = min({*range(self.jobs)} - self.running.keys())
-            variables = (threads if several else {}) | self.environment
-            variables |= gpus(self.pipeline.preset.parallel, place, self.jobs)
+            devices = gpus(self.pipeline.preset.parallel, place, self.jobs)
+            variables = (threads if several else {}) | self.environment | devices
             self.pipeline.begin(notebook)
             self.running[place] = Execution(notebook, self.pipeline, variables)
             self.waiting.remove(notebook)
@@ -136,19 +129,16 @@ class Runner:
         notebook, status, seconds = ended.notebook, ended.process.returncode, round(ended.seconds, 1)
         if status == PREEMPTED and not signals:
             signals.append(signal.SIGTERM)
-        if status:
-            status = PREEMPTED if signals else 1
+        status = status and (PREEMPTED if signals else 1)
         self._say(f"{WORDS[status]} after {clock(seconds)}", notebook)
         if status == 1:
-            where = f"log: {ended.log}\n  as far as it got: {ended.executed}"
-            why = f"notebook {notebook.path.name} failed{ended.process.stderr.read()}\n  {where}"
-            tqdm.write(f"unmask: {why}", file=sys.stderr)
+            why = f"notebook {notebook.path.name} failed{ended.process.stderr.read()}\n  log: {ended.log}"
+            tqdm.write(f"unmask: {why}\n  as far as it got: {ended.executed}", file=sys.stderr)
         if status == 0:
             self.pipeline.finish(notebook)
             self.left.remove(notebook.name)
-        ran = {"started": ended.started, "wall_seconds": seconds, "exit_status": status}
-        ran |= {"peak_memory_bytes": ended.peak_memory}
-        self.pipeline.record(notebook, ran, self.about)
+        ran = {"started": ended.started, "wall_seconds": seconds, "peak_memory_bytes": ended.peak_memory}
+        self.pipeline.record(notebook, ran | {"exit_status": status}, self.about)
 
     def _say(self, text: str, notebook: Notebook | None = None) -> None:
         number = f"[{[*self.due].index(notebook) + 1}/{len(self.due)}] {notebook.name} · " if notebook else ""
@@ -164,8 +154,8 @@ class Runner:
         left = {one.notebook: max(self.due[one.notebook] - one.seconds, one.seconds / 10) for one in running}
         rest = together(left | {one: self.due[one] for one in self.waiting}, self.jobs)
         share = 1 - rest / (self.shown - self.began + rest)
-        lines = [f"{share:.0%} done, {math.ceil(rest / 60)} min left"]
-        text = " · ".join(lines + [f"{one.notebook.name}: {one.last_line()}" for one in running])
+        last = [f"{one.notebook.name}: {one.last_line()}" for one in running]
+        text = " · ".join([f"{share:.0%} done, {math.ceil(rest / 60)} min left", *last])
         if self.bar.disable:
             self._say(text)
         else:
@@ -189,10 +179,9 @@ def check_machine(parallel: ParallelConfig, named: int | None, jobs: int) -> Non
         need = f"trainings on {machines} machines need parallel.launcher, the command that starts them, see"
         raise ValueError(f"{need} papermill_runs/slurm.sbatch; for one: --set parallel.num_machines=1")
     if here > max(there, 1) and (there or named):
-        raise ValueError(
-            f"{here} GPUs are needed on this machine, and it has {there}: --gpus {max(there, 1) * machines} "
-            f"uses what is there; --set parallel.num_processes={here} without --gpus trains on CPUs"
-        )
+        fits = f"--gpus {max(there, 1) * machines} uses what is there"
+        cpus = f"--set parallel.num_processes={here} without --gpus trains on CPUs"
+        raise ValueError(f"{here} GPUs are needed on this machine, and it has {there}: {fits}; {cpus}")
     if jobs > 1 and parallel.num_processes > 1 and (there or named or parallel.launcher):
         raise ValueError("a training on several GPUs takes all of them: --jobs 1")
 
@@ -208,17 +197,15 @@ def gpus(parallel: ParallelConfig, place: int, jobs: int) -> dict[str, str]:
 
 def _visible() -> list[str]:
     """This machine's GPUs, or those of them that CUDA_VISIBLE_DEVICES leaves."""
-    every = [str(number) for number in range(len(gpu_names()))]
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every)).split(",")
-    valid = itertools.takewhile(lambda one: one and not one.startswith("-"), named)  # CUDA's own rule
-    return [*valid][: len(every)]
+    every = [*map(str, range(len(gpu_names())))]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(every))
+    return [one for one in named.split(",") if one not in ("", "-1")][: len(every)]
 
 
 def variables(folders: Folders) -> dict[str, str]:
     """Variables for the kernels of a run, this process's own included."""
-    paths = [str(folders.library), os.environ.get("PYTHONPATH", "")]
     ours = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": f"{folders.library}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep),
         "PYTHONHASHSEED": "0",
         "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel, whatever kernels its user has
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook

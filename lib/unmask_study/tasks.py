@@ -25,16 +25,8 @@ from unmask.data.corpus import Corpus
 from unmask.data.mining import cached_array
 from unmask.data.spelling import canonical, distinct
 from unmask.evaluation.metrics import best_columns
-from unmask.evaluation.tasks import (
-    Task,
-    Vectors,
-    among_candidates,
-    answers,
-    copies,
-    evaluate,
-    ndcg,
-    score_task,
-)
+from unmask.evaluation.search import similarity
+from unmask.evaluation.tasks import Task, among_candidates, answers, copies, evaluate, ndcg
 from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import INSTRUCTIONS, Embedder
 from unmask.models.reranker import Reranker
@@ -42,6 +34,7 @@ from unmask.store import code_fingerprint, fingerprint
 from unmask.training.stages import content
 from unmask_study.settings import EvaluationConfig
 
+Scores = dict[str, np.ndarray]  # task → nDCG@10 of each query
 # What a pretrained public embedder scores on the same tasks; no competitor. 22 M parameters, distilled from a
 # pretrained language model and trained on a billion English pairs. The extra `reference` brings its weights.
 REFERENCE = "all-MiniLM-L6-v2"
@@ -64,10 +57,9 @@ def build_tasks(corpus: Corpus, split: str, config: EvaluationConfig) -> list[Ta
         rows.setdefault((row.get("group", "contextual"), row["task"]), []).append(row)
     if len({name for _, name in rows}) < len(rows):
         raise ValueError(f"two families have held-out tasks of one name; rename one: {sorted(rows)}")
-    tasks = []
-    for family, name in sorted(rows, key=lambda key: (FAMILIES.index(key[0]), key[1])):
-        make = _document_task if family == "contextual" else _pair_task
-        tasks.append(make(name, family, rows[family, name], config))
+    make = {family: _document_task if family == "contextual" else _pair_task for family in FAMILIES}
+    order = sorted(rows, key=lambda key: (FAMILIES.index(key[0]), key[1]))
+    tasks = [make[family](name, family, rows[family, name], config) for family, name in order]
     if not tasks or not all(task.queries for task in tasks):
         limit = "dev_documents" if split == "dev" and config.dev_documents else "max_documents"
         none = f"the {split} split gives no task of at most {config.max_documents} chunks"
@@ -126,15 +118,13 @@ def _scored_once(task: Task, compute: Callable[[Task], np.ndarray], *key: Any) -
     return cached_array("scores", [*key, task.content_hash, code_hash()], partial(compute, task))
 
 
-def assess(
-    path: str | Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False
-) -> dict[str, np.ndarray]:
+def assess(path: Path, tasks: list[Task], config: EvaluationConfig, *, late_chunking: bool = False) -> Scores:
     """`evaluate` for a checkpoint, in the preset's precision of computing, computed once.
 
     A task without documents of chunks has the same scores with late chunking and without.
     """
     lengths = (config.query_length, config.document_length, config.chunk_length)
-    scores, embedder, weights = {}, cache(lambda: load(path, config)), content(Path(path))
+    scores, embedder, weights = {}, cache(lambda: load(path, config)), content(path)
 
     def compute(task: Task) -> np.ndarray:
         return evaluate(embedder(), [task], config, late_chunking=late_chunking)[task.name]
@@ -147,20 +137,18 @@ def assess(
     return scores
 
 
-def task_means(scores: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, dict[str, float]]:
+def task_means(scores: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
     """Per-query scores of several models as means: model → task → nDCG@10."""
     return {model: {task: float(x_N.mean()) for task, x_N in row.items()} for model, row in scores.items()}
 
 
-def family_means(scores: dict[str, np.ndarray], tasks: list[Task]) -> dict[str, float]:
+def family_means(scores: Scores, tasks: list[Task]) -> dict[str, float]:
     """Unweighted mean over the tasks of each family; and as "average" over those in English and code, which
     every system reads (without such, over all)."""
-    families: dict[str, list[float]] = {}
-    for task in tasks:
-        families.setdefault(task.family, []).append(float(scores[task.name].mean()))
-    averaged = [row for family, row in families.items() if family in ("english", "code")]
-    families["average"] = list(chain(*(averaged or families.values())))
-    return {family: float(np.mean(row)) for family, row in families.items()}
+    means = [(task.family, float(scores[task.name].mean())) for task in tasks]
+    families = {family: [mean for one, mean in means if one == family] for family, _ in means}
+    averaged = [*families.get("english", []), *families.get("code", [])] or [mean for _, mean in means]
+    return {family: float(np.mean(row)) for family, row in (families | {"average": averaged}).items()}
 
 
 def rerank_task(
@@ -199,7 +187,7 @@ def load_reference(config: EvaluationConfig) -> Embedder | None:
     return load(Path(spec.origin).parent / "model", config) if spec else None
 
 
-def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, dict[str, np.ndarray]]:
+def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[str, Scores]:
     """{REFERENCE: nDCG@10 of each query of each task}, to be joined to other models' scores; {} without the
     extra.
 
@@ -212,7 +200,7 @@ def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[
 
     def compute(task: Task) -> np.ndarray:
         vectors = (embedder().encode(texts, "float32") for texts in (task.queries, task.chunks))
-        return score_task(task, Vectors(*vectors), "float32")
+        return ndcg(task, similarity(*vectors))
 
     bar = tqdm(tasks, desc=REFERENCE, unit="task", leave=False)
     return {REFERENCE: {task.name: _scored_once(task, compute, REFERENCE, config.precision) for task in bar}}

@@ -10,7 +10,7 @@ from measure import Case
 from torch import Tensor
 
 from closeness import assert_close
-from unmask.config import BackboneConfig, load_preset
+from unmask.config import load_preset
 from unmask.losses import diffusion_loss
 
 PRESET = load_preset("paper-0.6b")
@@ -27,10 +27,7 @@ def full_logits(hidden_BLD, unembedding_VD, tokens_BL, masked_BL, t_B) -> Tensor
 
 
 def diffusion_case(
-    batch: int = BATCH,
-    length: int = LENGTH,
-    vocabulary: int = PRESET.data.vocab_size,
-    shape: BackboneConfig = PRESET.backbone,
+    batch=BATCH, length=LENGTH, vocabulary=PRESET.data.vocab_size, shape=PRESET.backbone
 ) -> Case:
     """Whole steps: the model's forward pass, the loss, the backward pass of both. Whether the losses agree is
     checked in float32, on a corner of the batch."""

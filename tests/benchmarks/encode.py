@@ -7,6 +7,7 @@ Transformer and mean Pooling loaded from what `Embedder.save_pretrained` wrote.
 from collections.abc import Callable, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,26 +63,20 @@ def equal() -> tuple[PreTrainedTokenizerBase, list[str]]:
     return tokenizer, [text for text, length in zip(texts, lengths) if length == EQUAL_LENGTH][:TEXTS]
 
 
-def encode_case(
-    texts_of: Callable[[], tuple[PreTrainedTokenizerBase, list[str]]], lengths: str, *, bf16: bool
-) -> Case:
+def encode_case(texts_of: Callable[[], tuple[Any, list[str]]], lengths: str, *, bf16: bool) -> Case:
     """Both programs on some hundred texts; whether they agree is checked on a few of them."""
     tokenizer, texts = texts_of()
     ours, peer = embedders(tokenizer, LAYERS, bf16=bf16)
-    programs = {
-        "unmask": {"": partial(ours.encode, texts, "float32")},
-        "sentence-transformers": {
-            f"batch_size {size}": partial(theirs, peer, texts, size, bf16=bf16) for size in (4, 8, 16, 32, 64)
-        },
-    }
+    sizes = {f"batch_size {n}": partial(theirs, peer, texts, n, bf16=bf16) for n in (4, 8, 16, 32, 64)}
+    programs = {"unmask": {"": partial(ours.encode, texts, "float32")}, "sentence-transformers": sizes}
     setting = f"{LAYERS} layers, {PRESET.backbone.hidden_size}-d, {len(texts)} docstrings {lengths}"
     check = partial(agree, ours, peer, texts[:: len(texts) // 64], bf16=bf16)
     return Case(described(setting, PRECISIONS[bf16]), "texts/s", len(texts), programs, check)
 
 
 CASES: dict[str, Callable[[], Case]] = {}
+UP_TO, EACH = f"of up to {MIXED_LENGTH} tokens", f"of {EQUAL_LENGTH} tokens each"
 for precision in PRECISIONS:
     half = precision == "bf16"
-    up_to, each = f"of up to {MIXED_LENGTH} tokens", f"of {EQUAL_LENGTH} tokens each"
-    CASES[f"encode-mixed-{precision}"] = partial(encode_case, mixed, up_to, bf16=half)
-    CASES[f"encode-equal-{precision}"] = partial(encode_case, equal, each, bf16=half)
+    CASES[f"encode-mixed-{precision}"] = partial(encode_case, mixed, UP_TO, bf16=half)
+    CASES[f"encode-equal-{precision}"] = partial(encode_case, equal, EACH, bf16=half)

@@ -32,6 +32,7 @@ import sittings
 import steps
 import torch
 import torch.nn.functional as F
+from sittings import SITTINGS
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -43,14 +44,13 @@ from unmask.training import history
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 Row = dict[str, Any]
+Compute = Callable[..., Tensor]
 
 
-def compared(
-    name: str, work: float, ours: Callable[..., Tensor], exact: Callable[..., Tensor], *inputs: Tensor
-) -> Row:
+def compared(name: str, work: float, ours: Compute, exact: Compute, *inputs: Tensor) -> Row:
     """Forward and backward in bfloat16: TFLOP/s, and relative errors of result and gradients (float32)."""
 
-    def run(compute: Callable[..., Tensor], *values: Tensor) -> list[Tensor]:
+    def run(compute: Compute, *values: Tensor) -> list[Tensor]:
         values = [value.detach().requires_grad_() for value in values]
         result = compute(*values)
         return [result.detach(), *torch.autograd.grad(result.float().square().sum(), values)]
@@ -116,11 +116,6 @@ def kernels(small: bool) -> Iterator[Row]:
     yield compared("cross-entropy, all logits", work, plain, plain, hidden, unembedding)
 
 
-def unmask(run: str, preset: str, *arguments: str) -> int:
-    command = ["-m", "unmask_study", "run", "--preset", preset, "--run", run, *arguments]
-    return subprocess.call([sys.executable, *command], cwd=repository())
-
-
 def losses(run: str) -> dict[str, list[float]]:
     """Of the last training of each name in a run, for each step."""
     links = sorted((artifacts_root() / run).glob("*/*/model"))
@@ -142,7 +137,8 @@ def sharded(small: bool) -> Iterator[Row]:
     if most > 1:  # one alone sends nothing
         runs |= {f"{name}-on-2": [*runs[name], "--gpus", "2"] for name in strategies}
     for name, arguments in runs.items():
-        yield {"name": name, "status": unmask(f"gpu-{name}", "smoke", *arguments)}
+        run = "run", "--preset", "smoke", "--run", f"gpu-{name}"
+        yield {"name": name, "status": sittings.unmask(*run, *arguments).wait()}
     ddp = losses("gpu-ddp")
     for held_as, (name, values) in itertools.product([*runs][1:], ddp.items()):
         pairs = zip(values, losses(f"gpu-{held_as}").get(name, []))
@@ -155,19 +151,10 @@ def held(stage: str, count: int, strategy: str, preset: str) -> Row:
     # Budgets that fit: several processes do not halve them.
     options = {"batch": gpu.BATCH[stage], "compile": GPU, "token_budget": 16_384} if preset != "smoke" else {}
     options |= {"keep_tokens": 1} if stage != "diffusion" else {}
-    program = ["--standalone", f"--nproc-per-node={count}", gpu.__file__]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *program,
-        stage,
-        preset,
-        strategy,
-        json.dumps(options),
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    program = [gpu.__file__, stage, preset, strategy, json.dumps(options)]
     paths = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, env=paths)
+    done = subprocess.run([*torchrun, *program], capture_output=True, text=True, env=paths)
     name = {"name": f"{stage}, {strategy} on {count}"}
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "Error" in line]
@@ -176,7 +163,7 @@ def held(stage: str, count: int, strategy: str, preset: str) -> Row:
 
 
 COMMANDS = {"kernels": kernels, "steps": steps.steps, "sharded": sharded}
-COMMANDS |= {name: partial(sittings.sit, name) for name in sittings.SITTINGS}
+COMMANDS |= {name: partial(sittings.sit, name) for name in SITTINGS}
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
@@ -186,16 +173,15 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     parser.add_argument("--large", action="store_true", help="steps: the row of 16,384 pairs")
     parser.add_argument("--seed", type=int, metavar="N", help="decide, recipe: of their trainings")
     options = parser.parse_args(arguments)
-    if options.large and options.command != "steps":
-        parser.error("--large is for steps")
-    if options.seed and options.command not in sittings.SITTINGS:
-        parser.error(f"--seed is for {' and '.join(sittings.SITTINGS)}")
+    named = {key: value for key in ("seed", "large") if (value := getattr(options, key))}
+    allowed = {"steps": {"large"}, "decide": {"seed"}, "recipe": {"seed"}}.get(options.command, set())
+    if named.keys() - allowed:
+        parser.error("--large is for steps, --seed for decide and recipe")
     if not (GPU or options.small):
         parser.error("this machine has no GPU: --small runs the same code at toy size")
     about = {"device": torch.cuda.get_device_name() if GPU else "CPU", "torch": torch.__version__}
     about["time"] = time.strftime("%Y-%m-%d %H:%M")
     found = []
-    named = {key: value for key in ("seed", "large") if (value := getattr(options, key))}
     for row in COMMANDS[options.command](options.small, **named):
         print(json.dumps(row), flush=True)
         found.append(row)

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo.utils
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 import tiny
 from unmask.config import ParallelConfig, Preset, load_preset
@@ -40,11 +40,7 @@ from unmask.training.loop import steps as run_steps
 from unmask_study.estimate import PEAK, parameters
 
 WARM_UP, STEPS = 2, 4
-BATCH = {
-    "diffusion": 16,
-    "pair": 512,
-    "contextual": 16,
-}  # of the 0.6B model's steps; the paper's are too long
+BATCH = {"diffusion": 16, "pair": 512, "contextual": 16}  # of the 0.6B model; the paper's take too long
 
 
 def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
@@ -69,10 +65,8 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
         columns = [[ids(int(length)) for length in row] for row in np.ceil(shares * limits)]
         pairs = TokenPairs(*columns, np.arange(3 * n).reshape(n, 3))
         return on(Pair, data={"random": pairs}), [(1, len(text)) for row in columns for text in row]
-    documents = [
-        TokenDocument(list(ids(config.chunks, config.chunk_length)), list(ids(1, config.query_length)), [0])
-        for _ in range(n)
-    ]
+    shapes = (config.chunks, config.chunk_length), (1, config.query_length)
+    documents = [TokenDocument(*(list(ids(*shape)) for shape in shapes), [0]) for _ in range(n)]
     stage = on(Contextual, data={"random": tiny.Distinct(documents)}, stored=SimpleNamespace(end=0))
     return stage, [(n, config.query_length), (n, config.document_length)]
 
@@ -80,22 +74,14 @@ def work_of(preset: Preset, name: str) -> tuple[Stage, list[tuple[int, int]]]:
 def model_of(preset: Preset) -> PreTrainedModel:
     """A language model in a preset's shape; on a GPU its weights are drawn there."""
     shape = preset.backbone
-    kind, config = (
-        (LlamaForCausalLM, LlamaConfig) if shape.checkpoint == PACKAGED else (Qwen3ForCausalLM, Qwen3Config)
-    )
+    kind = LlamaForCausalLM if shape.checkpoint == PACKAGED else Qwen3ForCausalLM
     sizes = tiny.sizes(shape, shape.layers, preset.data.vocab_size)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return kind(config(**sizes, tie_word_embeddings=True, is_causal=False)).cpu()
+        return kind(kind.config_class(**sizes, tie_word_embeddings=True, is_causal=False)).cpu()
 
 
 def measure(
-    name: str,
-    preset: Preset,
-    *,
-    steps: int = STEPS,
-    warm_up: int = WARM_UP,
-    processes: Distributed | None = None,
-    **changes: Any,
+    name: str, preset: Preset, *, steps: int = STEPS, warm_up: int = WARM_UP, processes=None, **changes: Any
 ) -> dict[str, Any]:
     """Trains for a few steps and returns the median rate, the MFU and the setting; the budgets that memory
     was found to hold, its peak, how often a step waited for the GPU (once, for its loss), and graphs that
@@ -128,8 +114,8 @@ def measure(
                 torch.cuda.set_sync_debug_mode("default")
         if not peers.main:
             return {}
-        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf8").splitlines()
-    rows = [json.loads(line) for line in lines][warm_up:]
+        lines = Path(folder, "metrics.jsonl").read_text(encoding="utf8").splitlines()[warm_up:]
+    rows = [json.loads(line) for line in lines]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
     tokens, (total, body) = sum(number * length for number, length in texts), parameters(preset)
     paid = tokens * preset.diffusion.masked_share if name == "diffusion" else 0
@@ -138,7 +124,7 @@ def measure(
     forward = sum(number * length * (2 * body + attention * length) for number, length in texts)
     flops = 3 * forward + 6 * paid * (total - body)  # the formula stands at the top
     found, kind = stage.config, "cuda" if cuda else "cpu"
-    device = torch.cuda.get_device_name() if cuda else "CPU"
+    setting = f"{torch.cuda.get_device_name() if cuda else 'CPU'} × {peers.count}, {peers.strategy}"
     waits = sum("synchronizing CUDA operation" in str(one.message) for one in said)
     return {
         "rate": rate,
@@ -147,8 +133,7 @@ def measure(
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
         "waits_per_step": waits / steps if cuda else None,
         "graphs_after_warm_up": graphs[-1] - graphs[warm_up],
-        "setting": f"{device} × {peers.count}, {peers.strategy}; {config.batch} rows per step, "
-        f"compile {config.compile}, {config.precision}",
+        "setting": f"{setting}; {config.batch} rows, compile {config.compile}, {config.precision}",
     }
 
 

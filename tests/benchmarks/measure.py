@@ -114,14 +114,7 @@ def child(*arguments: str, environment: Mapping[str, str] = ENVIRONMENT) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(
-    case: str,
-    title: str,
-    *,
-    memory: bool = True,
-    limited: bool = True,
-    environment: Mapping[str, str] = ENVIRONMENT,
-) -> list[Row]:
+def compare(case: str, title: str, *, memory=True, limited=True, environment=ENVIRONMENT) -> list[Row]:
     """Rows of a case: our speed and peak memory against every other program's.
 
     A peer takes its fastest variant. We take our fastest one that needs no more memory than the peer's (if
@@ -144,8 +137,7 @@ def compare(
     rows = []
     for other, measured in child("rounds", case, json.dumps(chosen), environment=environment).items():
         variants = dict(zip((ours, other), chosen[other], strict=True))
-        settings = "; ".join(f"{p}: {variant}" for p, variant in variants.items() if variant)
-        setting = f"{found['setting']}; {settings}" if settings else found["setting"]
+        setting = "; ".join([found["setting"], *(f"{p}: {how}" for p, how in variants.items() if how)])
         ratios = measured["ratios"]
         name, ratio, spread = f"{title}: speed, {other}", statistics.median(ratios), (ratios[0], ratios[-1])
         rows.append(Row(name, *measured["rates"], ratio, found["unit"], setting, spread))

@@ -78,10 +78,8 @@ for kind, lengths in LENGTHS.items():
     titles = {f"encode-{kind}-{p}": f"encode, {lengths}, {p}" for p in encode.PRECISIONS}
     SUBJECTS[f"encode-{kind}"] = partial(several, titles, memory=False)
 for kind, title in {"integer": "exact INT8 search", "binary": "exact binary search"}.items():
-    titles = {
-        f"{kind}-search": f"{title}, batches of {search.QUERIES}",
-        f"{kind}-search-one": f"{title}, one query",
-    }
+    titles = {f"{kind}-search": f"{title}, batches of {search.QUERIES}"}
+    titles |= {f"{kind}-search-one": f"{title}, one query"}
     SUBJECTS[f"{kind}-search"] = partial(several, titles, **SPEED)
 SUBJECTS["search-scaling"] = search.scaling
 
@@ -105,22 +103,19 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     path, version = RESULTS / "benchmarks.json", commit()
     known = json.loads(path.read_text(encoding="utf8")) if path.is_file() else []
-    by_subject: dict[str, list[dict]] = {name: [] for name in SUBJECTS}
-    for row in known:
-        if (subject := row["command"].rpartition(" ")[2]) in by_subject:
-            by_subject[subject].append(row)
+    of = {name: [row for row in known if row["command"].endswith(f" {name}")] for name in SUBJECTS}
     for subject in tqdm(options.only or list(SUBJECTS)):
-        done = by_subject[subject] and all(row["commit"] == version for row in by_subject[subject])
-        if done and not options.force and not version.endswith("-changed"):
+        measured = {row["commit"] for row in of[subject]} == {version} and not version.endswith("-changed")
+        if measured and not options.force:
             continue
         command = f"PYTHONPATH=tests python tests/benchmarks/run.py --only {subject}"
         facts = {"command": command, "commit": version}
-        by_subject[subject] = [rounded(row) | facts for row in SUBJECTS[subject]()]
-        flat = [row for rows in by_subject.values() for row in rows]
+        of[subject] = [rounded(row) | facts for row in SUBJECTS[subject]()]
+        flat = [row for rows in of.values() for row in rows]
         write_atomic(path, json.dumps(flat, indent=1, ensure_ascii=False) + "\n")
-        for row in by_subject[subject]:
+        for row in of[subject]:
             tqdm.write(f"{row['ratio'] or 'not run'} ×  {row['name']}")
-    draw(by_subject)
+    draw(of)
 
 
 def draw(by_subject: dict[str, list[dict]]) -> None:
@@ -138,7 +133,7 @@ def draw(by_subject: dict[str, list[dict]]) -> None:
         title = f"Against peers, on one machine{rounds}"
         figure = figures.beside({what: table}, xlabel=AXES[what], title=title)
         ax = figure.axes[0]
-        place = {label.get_text(): y for y, label in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)}
+        place = {label.get_text(): y for y, label in zip(ax.get_yticks(), ax.get_yticklabels())}
         for case, ends in spreads[what]:
             ax.hlines(place[case], *ends, color=figures.MUTED, linewidth=1)
         ax.set_xscale("log", base=2)
@@ -161,14 +156,12 @@ def draw(by_subject: dict[str, list[dict]]) -> None:
 
 def growth(rows: list[dict], value: Callable[[dict, int], float]) -> dict[str, tuple[list, list]]:
     """What rows measured → the sizes in their names, and a value of each."""
-    found: dict[str, tuple[list, list]] = {}
+    found: dict[str, list] = {}
     for row in rows:
         written, what = re.search(r"([\d,]+)(?: documents)?: (.+)", row["name"]).groups()
         size = int(written.replace(",", ""))
-        sizes, values = found.setdefault(what, ([], []))
-        sizes.append(size)
-        values.append(value(row, size))
-    return found
+        found.setdefault(what, []).append((size, value(row, size)))
+    return {what: tuple(map(list, zip(*points))) for what, points in found.items()}
 
 
 def rounded(row: Row) -> dict[str, Any]:

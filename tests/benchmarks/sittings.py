@@ -20,21 +20,11 @@ SITTINGS = {"decide": ("00", "01", "07"), "recipe": ("00", "01", "02", "03", "04
 STOP = 530  # seconds until SIGTERM
 GRACE = 40  # seconds that a training then has to save itself: ten minutes in all, with the start of a command
 # At toy size: preset smoke on little text, with two rates that are each tried shortly, as in preset gpu.
-TOY = {
-    "data.max_packages": 3,
-    "ar.steps": 4,
-    "ar.decay": 1,
-    "diffusion.steps": 4,
-    "diffusion.decay": 1,
-    "evaluation.max_queries": 5,
-    "evaluation.max_documents": 10,
-    "ablation.rates": "[0.5,1.0]",
-    "ablation.rate_steps": 1,
-    "ablation.steps": 2,
-    "ablation.arms": '["diffusion, last", "bidirectional, mean"]',
-    "ablation.parts": "false",
-    "ablation.squad": "false",
-}
+TOY = {"data.max_packages": 3, "evaluation.max_queries": 5, "evaluation.max_documents": 10}
+TOY |= {"ar.steps": 4, "ar.decay": 1, "diffusion.steps": 4, "diffusion.decay": 1}
+TOY |= {"ablation.rates": "[0.5,1.0]", "ablation.rate_steps": 1, "ablation.steps": 2}
+TOY |= {"ablation.arms": '["diffusion, last", "bidirectional, mean"]'}
+TOY |= {"ablation.parts": "false", "ablation.squad": "false"}
 TOY_STOP = 10  # seconds until SIGTERM: notebook 02 has begun
 
 
@@ -48,10 +38,10 @@ def sit(sitting: str, small: bool, seed: int = 0) -> Iterator[dict[str, Any]]:
     more += [part for key, value in (TOY if small else {}).items() for part in ("--set", f"{key}={value}")]
     stop = TOY_STOP if small and sitting == "recipe" else STOP
     started = time.monotonic()
-    if not small and _unmask("prepare", "--preset", preset, "--check").wait():
+    if not small and unmask("prepare", "--preset", preset, "--check").wait():
         sys.exit(2)
     named = ("--preset", preset, "--run", run, *more)
-    child = _unmask("run", *named, "--only", ",".join(SITTINGS[sitting]))
+    child = unmask("run", *named, "--only", ",".join(SITTINGS[sitting]))
     try:
         status = child.wait(stop - (time.monotonic() - started))
     except subprocess.TimeoutExpired:
@@ -65,8 +55,8 @@ def sit(sitting: str, small: bool, seed: int = 0) -> Iterator[dict[str, Any]]:
             yield {"name": name, "status": ran["exit_status"], "seconds": ran["wall_seconds"]}
 
 
-def _unmask(*arguments: str) -> subprocess.Popen:
+def unmask(*arguments: str) -> subprocess.Popen:
+    """Starts a command of `unmask` in the checkout."""
     environment = os.environ | {"UNMASK_GRACE_SECONDS": str(GRACE)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "unmask_study", *arguments], cwd=repository(), env=environment
-    )
+    command = [sys.executable, "-m", "unmask_study", *arguments]
+    return subprocess.Popen(command, cwd=repository(), env=environment)

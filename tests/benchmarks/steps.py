@@ -37,10 +37,9 @@ def steps(small: bool, large: bool = False) -> Iterator[Row]:
         return
     for model, preset in ({"toy": "smoke"} if small else MODELS).items():
         for stage, batch in gpu.BATCH.items():
+            options = SHORT | ({"batch": batch} if model == "0.6B" else {})
             for variant in [*VARIANTS][:1] if small else VARIANTS:  # there may be no compiler
-                yield row(
-                    model, stage, variant, preset, SHORT | ({"batch": batch} if model == "0.6B" else {})
-                )
+                yield row(model, stage, variant, preset, options)
 
 
 def row(model: str, stage: str, variant: str, preset: str, options: dict[str, Any]) -> Row:
@@ -58,12 +57,8 @@ def row(model: str, stage: str, variant: str, preset: str, options: dict[str, An
 
 def best(rows: Sequence[Row]) -> list[Row]:
     """The fastest variant of each step."""
-    fastest = {}
-    for one in rows:
-        key = one["model"], one["step"]
-        if "rate" in one and one["rate"] > fastest.get(key, {"rate": 0})["rate"]:
-            fastest[key] = one
-    return [*fastest.values()]
+    measured = sorted((one for one in rows if "rate" in one), key=lambda one: one["rate"])
+    return [*{(one["model"], one["step"]): one for one in measured}.values()]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -76,11 +71,8 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(line | {"tokens/s": one["why"]})
             continue
         waits, memory = one["waits_per_step"], one["peak_gb"]
-        lines.append(
-            line
-            | {"tokens/s": f"{one['rate']:,.0f}", "MFU": f"{one['mfu']:.2f}"}
-            | {"micro-batch": one["token_budget"], "kept": one["keep_tokens"]}
-            | {"GB": f"{memory:.0f}" if memory else None}
-            | {"waits a step": waits if waits is None else f"{waits:.1f}"}
-        )
+        line |= {"tokens/s": f"{one['rate']:,.0f}", "MFU": f"{one['mfu']:.2f}"}
+        line |= {"micro-batch": one["token_budget"], "kept": one["keep_tokens"]}
+        line |= {"GB": memory and f"{memory:.0f}", "waits a step": None if waits is None else f"{waits:.1f}"}
+        lines.append(line)
     return markdown_table(lines)

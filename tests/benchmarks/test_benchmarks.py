@@ -6,7 +6,6 @@ import contrastive
 import diffusion
 import encode
 import first_gpu
-import gpu
 import numpy as np
 import pytest
 import run
@@ -16,7 +15,6 @@ import torch
 
 import tiny
 from closeness import assert_close
-from unmask.config import load_preset
 from unmask.store import link, write_atomic
 
 
@@ -31,7 +29,9 @@ def test_all_programs_compute_the_same_loss_and_gradient():
     programs, missing = contrastive.programs(model, columns(), bf16=False)
     assert set(programs) | set(missing) == {"unmask", "sentence-transformers", "GradCache", "uncached"}
     programs["unmask"]["small"] = lambda: contrastive.ours(model, columns(), 20)
-    programs["sentence-transformers"]["small"] = contrastive.sentence_transformers(model, columns(), 2)
+    programs["sentence-transformers"]["small"] = contrastive.sentence_transformers(
+        model, columns(), mini_batch_size=2
+    )
     contrastive.agree(model, programs)
 
 
@@ -64,15 +64,14 @@ def test_every_row_that_is_known_can_be_measured_again():
 
 @pytest.mark.parametrize("command", ["kernels", "steps"])
 def test_the_first_hour_on_a_gpu_runs_at_toy_size_here(command, capsys):
-    rows = first_gpu.main([command, "--small"])
-    measured = [row for row in rows if "why" not in row]
+    measured = [row for row in first_gpu.main([command, "--small"]) if "why" not in row]
     assert len(measured) >= 3
     if command == "kernels":
         assert max(max(row["errors"]) for row in measured) < 0.02
     else:
-        assert {row["step"] for row in steps.best(rows)} == {"diffusion", "pair", "contextual"}
-        told = capsys.readouterr().out
-        assert all(row["rate"] * row["mfu"] > 0 for row in measured) and told.count("| **") == 3
+        assert {row["step"] for row in steps.best(measured)} == {"diffusion", "pair", "contextual"}
+        assert all(row["rate"] * row["mfu"] > 0 == row["graphs_after_warm_up"] for row in measured)
+        assert capsys.readouterr().out.count("| **") == 3
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             first_gpu.main([command])
@@ -85,11 +84,6 @@ def test_losses_of_a_run_are_found(tmp_path):
         (home / "model").mkdir()
         link(home.parent / "model", home / "model")
     assert first_gpu.losses("gpu-ddp") == {"02_pair/pair": [2]}
-
-
-def test_a_step_is_measured_alone():
-    row = gpu.measure("pair", load_preset("smoke"), steps=1, warm_up=1)
-    assert row["rate"] > 0 and row["graphs_after_warm_up"] == 0
 
 
 @pytest.mark.slow

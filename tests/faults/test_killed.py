@@ -13,9 +13,11 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -79,25 +81,16 @@ def evaluate(given: Path, folder: Path) -> None:
 
 
 # What is long enough to be hit, made of what is given, in a folder.
-WORKS = {
-    "one process": notebook,
-    "save": save,
-    "merge": merge,
-    "encode": encode,
-    "prepare": prepare,
-    "evaluate": evaluate,
-    "ddp": partial(notebook, num_processes=2),
-    "fsdp2": partial(notebook, num_processes=2, strategy="fsdp2"),
-}
+WORKS = {work.__name__: work for work in (save, merge, encode, prepare, evaluate)}
+WORKS |= {"one process": notebook, "ddp": partial(notebook, num_processes=2)}
+WORKS |= {"fsdp2": partial(notebook, num_processes=2, strategy="fsdp2")}
 PERCENT = {"ddp": 3, "fsdp2": 3}  # of all hits: torchrun takes long to start; the others get 16 each
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server():
     """Has imported what victims need when they start, so that what is hit is the work."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(sys.path)}).items():
-            patch.setenv(name, value)
+    with patch.dict(os.environ, ENVIRONMENT, PYTHONPATH=os.pathsep.join(sys.path)):
         FORK.set_forkserver_preload([__name__])
         first = FORK.Process()
         first.start()
@@ -142,9 +135,9 @@ def test_what_is_hit_ends_as_if_uninterrupted(tmp_path, monkeypatch, work):
     (tmp_path / "texts.txt").write_text("".join(f"the text of number {i}\n" for i in range(2000)))
     for seed in (0, 1):
         Embedder(tiny.model(seed=seed), tiny.tokenizer()).save_pretrained(tmp_path / f"model{seed}")
-    with monkeypatch.context() as patch:  # a corpus of a few sentences, where the real one is expected
-        patch.setenv("UNMASK_ARTIFACTS", str(blank))
-        tiny_corpus.install(patch)
+    with monkeypatch.context() as there:  # a corpus of a few sentences, where the real one is expected
+        there.setenv("UNMASK_ARTIFACTS", str(blank))
+        tiny_corpus.install(there)
         open_corpus(SMOKE.data)
 
     def begin() -> ForkServerProcess:
@@ -158,8 +151,7 @@ def test_what_is_hit_ends_as_if_uninterrupted(tmp_path, monkeypatch, work):
         """What the work has left, which then goes."""
         process.join(900)
         assert process.exitcode == 0, (tmp_path / "processes.log").read_text(encoding="utf8")
-        assert not [*folder.rglob("checkpoints"), *folder.rglob(".*.tmp/")]
-        assert not [*folder.rglob(".*.partial")]
+        assert not [*chain.from_iterable(map(folder.rglob, ("checkpoints", ".*.tmp/", ".*.partial")))]
         left = whole(folder)
         shutil.rmtree(folder)
         return left

@@ -15,19 +15,17 @@ GPU = {"gpus": ["one"], "bf16": True, "cores": 2}
 CORES = GPU | {"gpus": []}
 
 
-@pytest.mark.parametrize(
-    ("changes", "hardware", "factor"),
-    [
-        ({"pair.steps": 2000}, GPU, 2),
-        ({"pair.batch": 32}, GPU, 0.5),
-        ({"pair.precision": "fp32"}, GPU, 989 / 67),
-        ({"parallel.num_processes": 4}, GPU, 1 / 4),
-        ({"parallel.num_processes": 4}, CORES, 1 / 4),  # GPUs of another machine
-        ({}, CORES, 0.22 * 989e12 / 300e9),
-        ({}, CORES | {"cores": 4}, 0.22 * 989e12 / 600e9),
-        ({}, CORES | {"bf16": False}, 0.22 * 989e12 / 100e9),
-    ],
-)
+HOURS = [
+    ({"pair.steps": 2000}, GPU, 2),
+    ({"pair.batch": 32, "pair.precision": "fp32"}, GPU, 0.5 * 989 / 67),
+    ({"parallel.num_processes": 4}, GPU, 1 / 4),
+    ({"parallel.num_processes": 4}, CORES, 1 / 4),  # GPUs of another machine
+    ({}, CORES | {"cores": 4}, 0.22 * 989e12 / 600e9),
+    ({}, CORES | {"bf16": False}, 0.22 * 989e12 / 100e9),
+]
+
+
+@pytest.mark.parametrize(("changes", "hardware", "factor"), HOURS)
 def test_hours_follow_steps_tokens_and_hardware(changes, hardware, factor):
     base = {"pair.steps": 1000, "pair.batch": 64, "pair.precision": "bf16"}
     one, other = (load_preset("smoke", base | more) for more in ({}, changes))
@@ -41,27 +39,25 @@ def test_hours_are_six_flops_for_each_parameter_and_token():
     assert flops == pytest.approx(6.1e21, rel=0.01)
     expected = flops / (64 * 0.22 * 989e12) / 3600
     assert estimate.hours(preset, "diffusion", GPU) == pytest.approx(expected, rel=0.01)
-    contextual, read = preset.contextual, estimate.tokens(preset, "contextual")
-    text = contextual.queries_per_document * contextual.query_length + contextual.document_length
-    assert read == contextual.batch * text
+    one = preset.contextual
+    text = one.queries_per_document * one.query_length + one.document_length
+    assert estimate.tokens(preset, "contextual") == one.batch * text
 
 
 def test_each_stage_counts_once_where_it_is_first_read():
     counted = estimate.stages(load_preset("scratch"), NOTEBOOKS)
-    assert [stage for stages in counted.values() for stage in stages] == [
-        "ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker",
-    ]  # fmt: skip
+    expected = ["ar", "diffusion", "pair", "contextual", "triplet", "cde", "qwen3", "reranker"]
+    assert [stage for stages in counted.values() for stage in stages] == expected
     assert counted["02_pair"] == ["pair"] and counted["07_diffusion_vs_ar"] == counted["12_report"] == []
     assert estimate.stages(load_preset("cpu"), NOTEBOOKS)["00_backbone"] == []  # from a ready checkpoint
-    text = estimate.describe(load_preset("paper-4b"), NOTEBOOKS, ["01_diffusion_cpt", "05_merge"], GPU)
+    text = estimate.describe(load_preset("paper-4b"), NOTEBOOKS, NOTEBOOKS[:2], GPU)
     assert re.search(r"01_diffusion_cpt +diffusion +60,000 steps × 4,194,304 tokens +\d+\.\d\d hours", text)
     assert "02_pair" not in text
 
 
 def test_notebooks_side_by_side_end_sooner():
-    after = {"00": [], "01": ["00"], "02": ["00"], "03": ["01", "02"]}
-    notebooks = [Notebook(Path(name), "", before) for name, before in after.items()]
-    seconds = dict(zip(notebooks, (1.0, 10.0, 20.0, 100.0), strict=True))
+    rows = (("00", [], 1.0), ("01", ["00"], 10.0), ("02", ["00"], 20.0), ("03", ["01", "02"], 100.0))
+    seconds = {Notebook(Path(name), "", after): took for name, after, took in rows}
     assert [estimate.together(seconds, jobs) for jobs in (1, 2)] == [131.0, 121.0]
 
 

@@ -242,9 +242,9 @@ def test_what_was_run_and_kept_no_scores_is_told_and_what_is_broken_named(study)
     execute(study, 0)
     reason = "notebook 02 saved no scores of these systems on contextual tasks"
     assert claims(study)["chunks"]["why"] == reason
-    path = study.results / "scores" / "02_pair.npz"
+    path = study.results / "scores" / "02_pair.parquet"
     path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(ValueError, match=r"02_pair\.npz is broken .*: copy or make it again"):
+    with pytest.raises(ValueError, match=r"02_pair\.parquet is broken .*: copy or make it again"):
         evidence.claims(study)
 
 
@@ -252,7 +252,8 @@ def test_earlier_numbers_are_shown_until_kept_scores_suffice(study):
     """Three seeds do, whatever there was before."""
     execute(study, 0)
     earlier = {"value": -0.1, "interval": [-0.2, -0.05], "seeds": dict.fromkeys("01234", -0.1)}
-    write_json(study.results / "earlier.json", {"works": earlier | {"definition": "over all queries"}})
+    earlier |= {"verdict": "does not hold", "why": "by an earlier definition: over all queries"}
+    write_json(study.results / "earlier.json", {"works": earlier})
     works = claims(study)["works"]
     assert (works["verdict"], works["value"]) == ("does not hold", -0.1)
     assert works["why"] == "by an earlier definition: over all queries"

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from unmask.models.backbone import computes_in_bf16
+from unmask.store import write_atomic
 from unmask_study import execute
 from unmask_study.pipeline import Pipeline, clock
 from unmask_study.settings import load_preset
@@ -20,10 +21,9 @@ from waiting import live, wait_for
 LOOK = """
 import json, os, sys
 import ipykernel, unmask
-print(json.dumps({"python": sys.executable, "folder": os.getcwd(), "library": unmask.__file__,
-                  "hub": os.environ.get("HF_HUB_OFFLINE"), "hash": os.environ["PYTHONHASHSEED"],
-                  "code": os.environ.get("UNMASK_CODE"),
-                  "transport": ipykernel.get_connection_info(unpack=True)["transport"]}))
+print(json.dumps([sys.executable, os.getcwd(), unmask.__file__,
+                  *map(os.environ.get, ("HF_HUB_OFFLINE", "PYTHONHASHSEED", "UNMASK_CODE")),
+                  ipykernel.get_connection_info(unpack=True)["transport"]]))
 """
 BAR = """
 for step in range(3):
@@ -45,29 +45,25 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     checkout.notebook("00_backbone", [LOOK, BAR, "os.write(2, b'from below')"])
     checkout.notebook("01_pair", ["print(overrides)"], needs=["00_backbone"], reads=["pair"])
     checkout.notebook("12_report", prose="# The report", needs=["01_pair"], reads=[])
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     (checkout.root / ".gitignore").write_text("artifacts\n__pycache__\n")
-    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
-        subprocess.run([*git, *arguments], check=True, cwd=checkout.root)
+    committed = "git init -q && git add . && git -c user.name=a -c user.email=a@b commit -qm a"
+    subprocess.run(committed, shell=True, check=True, cwd=checkout.root)
     (checkout.root / "papermill_runs" / "presets" / "executed.ipynb").touch()
 
     command = ("run", "--preset", "smoke", "--set", "pair.steps=13")
     first = checkout.unmask(*command)
-    assert first.returncode == 0 and first.stderr == ""
+    assert (first.returncode, first.stderr) == (0, "")
     assert "[1/3] 00_backbone · started" in first.stdout and "[2/3] 01_pair · done after" in first.stdout
     assert "report: results/smoke/report.md" in first.stdout
     assert (checkout.folders.results / "report.md").read_text() == "# The report\n"
 
-    # The notebook ran in this interpreter, where the command was given, with this library, without the Hub.
+    # The notebook ran in this interpreter, where the command was given, with this library, without the Hub,
+    # and by ipc: kernels that start at once could take each other's ports.
     ran = checkout.executed("00_backbone")
     parameters = "".join(ran["cells"][2]["source"])
     assert parameters == '# Parameters\npreset = "smoke"\noverrides = {"pair.steps": 13}\nrun = "smoke"\n'
-    seen = json.loads(text_of(ran, 3))
-    assert (seen["folder"], seen["library"]) == (".", "lib/unmask/__init__.py")
-    assert (seen["hub"], seen["hash"], seen["code"]) == ("1", "0", "anew")
-    assert Path(seen["python"]) == Path(sys.executable)
-    assert seen["transport"] == "ipc"  # kernels that start at once cannot take each other's ports
-    assert text_of(ran, 4) == "step 2\n"
+    expected = [sys.executable, ".", "lib/unmask/__init__.py", "1", "0", "anew", "ipc"]
+    assert json.loads(text_of(ran, 3)) == expected and text_of(ran, 4) == "step 2\n"
     assert text_of(checkout.executed("01_pair"), 3) == "{'pair.steps': 13}\n"
     assert str(checkout.root) not in json.dumps(ran)
     log = (checkout.folders.logs / "00_backbone.log").read_text()
@@ -94,22 +90,17 @@ def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
 
 def test_a_run_says_where_it_is_and_its_list_what_was_recorded(checkout, monkeypatch):
     monkeypatch.setattr("unmask_study.runner.QUIET", 0)
-    checkout.notebook("00_slow", ["import time; print('step 1\\rstep 2', flush=True); time.sleep(2)"])
-    first = checkout.unmask("run", "--preset", "smoke", "--accept-code").stdout
+    look = "import os; print(os.environ['UNMASK_CODE'], os.path.isdir(overrides['backbone.checkpoint']))"
+    slow = "import time; print('step 1\\rstep 2', flush=True); time.sleep(2)"
+    checkout.notebook("00_slow", [look, slow])
+    write_atomic(checkout.root / "here" / "config.json", "{}")
+    command = ("run", "--preset", "smoke", "--accept-code", "--set", "backbone.checkpoint=here")
+    first = checkout.unmask(*command).stdout
+    assert text_of(checkout.executed("00_slow"), 3) == "accept True\n"  # paths are those of the command
     assert re.search(r"^\d+% done, 1 min left · 00_slow: step 2$", first, re.MULTILINE)
     whole = record(checkout)["stages"]["00_slow"]["whole_seconds"]
-    again = checkout.unmask("run", "--preset", "smoke", "--force", "--dry-run").stdout.splitlines()[2:4]
+    again = checkout.unmask(*command, "--force", "--dry-run").stdout.splitlines()[2:4]
     assert again[0].split()[3] == again[1].split()[1] == clock(whole)
-
-
-def test_trainings_of_other_code_are_accepted_and_paths_are_those_of_the_command(checkout):
-    look = "import os; print(os.environ['UNMASK_CODE'], os.path.isdir(overrides['backbone.checkpoint']))"
-    checkout.notebook("00_backbone", [look])
-    (checkout.root / "here").mkdir()
-    (checkout.root / "here" / "config.json").write_text("{}")
-    command = ("run", "--preset", "smoke", "--accept-code", "--set", "backbone.checkpoint=here")
-    assert checkout.unmask(*command).returncode == 0
-    assert text_of(checkout.executed("00_backbone"), 3) == "accept True\n"
 
 
 def test_only_paths_of_this_machine_are_shortened(checkout, monkeypatch):
@@ -118,12 +109,12 @@ def test_only_paths_of_this_machine_are_shortened(checkout, monkeypatch):
     said = "/app/lib/a.py '/app' /data/smoke /apply https://host/app/v1 a/data/b file:/app/x\n/app/c"
     said += " \x1b[32m/app/d /data.old/e /app."
     path = checkout.root / "some.ipynb"
-    output = [{"output_type": "stream", "text": said}]
-    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": "", "outputs": output}]}))
+    cell = {"cell_type": "code", "source": "", "outputs": [{"output_type": "stream", "text": said}]}
+    path.write_text(json.dumps({"cells": [cell]}))
     execute.clean(path)
     expected = "lib/a.py '.' artifacts/smoke /apply https://host/app/v1 a/data/b file:x\nc"
     expected += " \x1b[32md /data.old/e .."
-    assert json.loads(path.read_text())["cells"][0]["outputs"][0]["text"] == expected
+    assert text_of(json.loads(path.read_text()), 0) == expected
 
 
 def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
@@ -132,20 +123,14 @@ def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
     checkout.notebook("02_never", ["1"], needs=["01_bad"])
     checkout.notebook("03_apart", ["1"], needs=["00_good"])
     result = checkout.unmask("run", "--preset", "smoke")
-    assert result.returncode == 1
-    assert result.stderr == (
-        "unmask: notebook 01_bad.ipynb failed in cell 4 (`# setting out`)\n"
-        "  ZeroDivisionError: division by zero\n"
-        f"  log: {checkout.folders.logs}/01_bad.log\n"
-        f"  as far as it got: {checkout.folders.executed}/01_bad.ipynb\n"
-        "unmask: not done: 01_bad, 02_never\n"
-    )
-    log = (checkout.folders.logs / "01_bad.log").read_text()
-    assert "so far\n" in log and "ZeroDivisionError: division by zero" in log
+    log, executed = checkout.folders.logs / "01_bad.log", checkout.folders.executed / "01_bad.ipynb"
+    why = "failed in cell 4 (`# setting out`)\n  ZeroDivisionError: division by zero"
+    where = f"  log: {log}\n  as far as it got: {executed}\nunmask: not done: 01_bad, 02_never\n"
+    assert (result.returncode, result.stderr) == (1, f"unmask: notebook 01_bad.ipynb {why}\n{where}")
+    assert "so far\n" in log.read_text() and "ZeroDivisionError: division by zero" in log.read_text()
     assert "so far" in json.dumps(checkout.executed("01_bad"))
-    states = checkout.unmask("status", "--preset", "smoke").stdout
-    found = [(line.split()[0], line.split()[-1]) for line in states.splitlines()[2:]]
-    assert found == [("00_good", "done"), ("01_bad", "yet"), ("02_never", "yet"), ("03_apart", "done")]
+    states = checkout.unmask("status", "--preset", "smoke").stdout.splitlines()[2:]
+    assert [state.split()[-1] for state in states] == ["done", "yet", "yet", "done"]
 
 
 FAILURES = {
@@ -267,16 +252,6 @@ def test_independent_notebooks_run_side_by_side_each_with_a_gpu(checkout, monkey
     assert said[2][0] == "None"  # alone it has all of the machine
     assert set(record(checkout)["stages"]) == {"00_left", "01_right", "02_join"}
     # Each notebook by itself, without the command line.
-    plain = [
-        "-m",
-        "papermill",
-        "notebooks/02_join.ipynb",
-        "out.ipynb",
-        "-k",
-        "python3",
-        "-p",
-        "preset",
-        "smoke",
-    ]
+    plain = [sys.executable, "-m", "papermill", "notebooks/02_join.ipynb", "out.ipynb", "-k", "python3"]
     environment = os.environ | {"GOMP_SPINCOUNT": "1"}
-    subprocess.run([sys.executable, *plain], check=True, cwd=checkout.root, env=environment)
+    subprocess.run([*plain, "-p", "preset", "smoke"], check=True, cwd=checkout.root, env=environment)

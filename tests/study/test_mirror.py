@@ -188,6 +188,7 @@ def test_a_run_whose_mirror_lacks_something_says_so_at_once(to, monkeypatch):
     monkeypatch.setenv("UNMASK_MIRROR", str(to.folder.parent))
     assert mirror.offline(preset) and not mirror.data_on_hub(preset)
     how = "with internet, `unmask mirror pull --preset NAME --to DIR`"
+    mirror.require(load_preset("smoke", {"retrieval.pool": ["org/voter"]}))  # stops its study alone
     with pytest.raises(ValueError, match=rf"lacks org/base \(not there\), org/web \(not there\), .*: {how}"):
         mirror.require(preset)
 

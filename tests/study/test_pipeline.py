@@ -13,8 +13,6 @@ from unmask_study.pipeline import Pipeline, discover
 from unmask_study.run import Folders
 from unmask_study.settings import Preset, load_preset
 
-RAN = {"exit_status": 0, "wall_seconds": 40.0}
-
 
 @pytest.fixture
 def diamond(checkout):
@@ -31,18 +29,19 @@ def opened(checkout, overrides=None, data=""):
     return Pipeline(checkout.folders, load_preset("smoke", overrides), overrides or {}, data)
 
 
-def finish(checkout, *names):
-    """Marks notebooks as done, as their execution would; without names all."""
+def finish(checkout):
+    """Marks all notebooks as done, as their execution would."""
     made = opened(checkout)
     for one in made.notebooks:
-        if not names or one.name in names:
-            write_atomic(checkout.folders.executed / f"{one.name}.ipynb", "")
-            write_atomic(checkout.folders.results / f"{one.name}.json", "{}")
-            made.finish(one)
+        write_atomic(checkout.folders.executed / f"{one.name}.ipynb", "")
+        write_atomic(checkout.folders.results / f"{one.name}.json", "{}")
+        made.finish(one)
 
 
-def recorded(checkout):
-    return read_json(checkout.folders.results / "provenance.json")["stages"]
+def record(made, notebook, **ran):
+    """Records that a notebook ran; the records then."""
+    made.record(notebook, {"exit_status": 0, "wall_seconds": 40.0} | ran, made.describe("unmask run"))
+    return read_json(made.folders.results / "provenance.json")["stages"]
 
 
 def reasons(checkout, overrides=None):
@@ -65,13 +64,13 @@ def parts(made):
 
 
 def changed(before, now):
-    return [name for name in now if now[name] != before[name]]
+    return [name[:2] for name in now if now[name] != before[name]]
 
 
 def test_other_data_are_due_where_they_are_read(diamond):
-    one, two = (parts(opened(diamond, data=data)) for data in ("one", "another"))
-    read = [name for name in one if one[name]["data"] != two[name]["data"]]
-    assert read == ["00_backbone", "02_right", "03_join", "04_apart"]
+    one, two = (opened(diamond, data=data) for data in ("one", "another"))
+    assert changed(parts(one), parts(two)) == ["00", "01", "02", "03", "04"]
+    assert parts(one)["01_left"]["data"] == parts(two)["01_left"]["data"]  # but its input has
 
 
 def test_a_model_that_is_replaced_at_its_path_counts(diamond):
@@ -82,7 +81,7 @@ def test_a_model_that_is_replaced_at_its_path_counts(diamond):
     diamond.notebook("06_search", reads=["retrieval"])
     before = parts(opened(diamond, at))
     write_atomic(weights, "new weights" * 10**5)
-    assert changed(before, parts(opened(diamond, at))) == ["05_more", "06_search"]
+    assert changed(before, parts(opened(diamond, at))) == ["05", "06"]
     write_atomic(weights.with_name("config.json"), "one")
     before = parts(opened(diamond, at))
     os.utime(weights.with_name("config.json"))  # copied again
@@ -114,10 +113,8 @@ def test_what_changed_is_the_reason_and_concerns_those_who_depend_on_it(diamond)
     finish(diamond)
     assert reasons(diamond) == {}
     after = {"03_join": "input 01_left changed"}
-    assert (
-        reasons(diamond, {"pair.steps": 11, "merge.t": [0.4]})
-        == {"01_left": "preset section pair changed"} | after
-    )
+    because = {"01_left": "preset section pair changed"} | after
+    assert reasons(diamond, {"pair.steps": 11, "merge.t": [0.4]}) == because
     diamond.notebook("01_left", ["x = 1"], needs=["00_backbone"], reads=["pair"])
     (diamond.folders.executed / "00_backbone.ipynb").unlink()
     (diamond.folders.results / "02_right.json").unlink()
@@ -170,18 +167,15 @@ def test_a_notebook_made_from_an_old_input_stays_due(diamond):
 def test_records_hold_for_these_values_and_data_alone(diamond):
     """What is made from another's record is none, either."""
 
-    def record(steps, data, *numbers):
+    def records(steps, data, numbers):
         made = opened(diamond, {f"pair.{key}": steps for key in ("steps", "seed", "keep_tokens")}, data)
-        for notebook in made.select(only=",".join(numbers)):
-            made.record(notebook, RAN, made.describe("unmask run"))
-        return [name[:2] for name in recorded(diamond)]
+        *_, stages = (record(made, notebook) for notebook in made.select(only=numbers))
+        return " ".join(name[:2] for name in stages)
 
-    assert record(11, "one", "00", "01", "02", "03") == ["00", "01", "02", "03"]
-    assert recorded(diamond)["03_join"]["reads"] == ["data", "pair"]  # what it needs included
-    assert record(12, "one", "04") == ["00", "02", "04"]
-    assert record(12, "one", "03") == ["00", "02", "04"]
-    assert record(12, "one", "01", "03") == ["00", "01", "02", "03", "04"]
-    assert record(12, "another", "00") == ["00", "01"]  # which reads no data
+    assert records(11, "one", "00,01,02,03") == "00 01 02 03"
+    assert records(12, "one", "04") == records(12, "one", "03") == "00 02 04"
+    assert records(12, "one", "01,03") == "00 01 02 03 04"
+    assert records(12, "another", "00") == "00 01"  # which reads no data
 
 
 def test_a_whole_time_is_that_of_a_run_from_nothing(diamond):
@@ -189,30 +183,22 @@ def test_a_whole_time_is_that_of_a_run_from_nothing(diamond):
     whole = []
     for seed, took, status in ((1, 90, 0), (1, 11, 0), (5, 20, 75), (5, 9, 1), (5, 11, 0)):
         made = opened(diamond, {"data.seed": seed})
-        ran = RAN | {"wall_seconds": took, "exit_status": status}
-        made.record(made.notebooks[0], ran, made.describe("unmask run"))
-        whole.append(recorded(diamond)["00_backbone"]["whole_seconds"])
+        stages = record(made, made.notebooks[0], wall_seconds=took, exit_status=status)
+        whole.append(stages["00_backbone"]["whole_seconds"])
     assert whole == [90, 90, 20, 29, 40]
 
 
-@pytest.mark.parametrize(
-    ("there", "changes", "known"),
-    [
-        ({}, {}, True),
-        ({}, {"pair.seed": 3, "diffusion.steps": 30}, True),  # of other notebooks, or as long
-        ({}, {"pair.steps": 3}, False),
-        ({"cpu": "another"}, {}, False),
-        ({"cores": 64}, {}, False),
-    ],
-)
-def test_a_time_is_that_of_such_a_processor_and_these_values(diamond, monkeypatch, there, changes, known):
-    here = {**pipeline.hardware(), "cpu": "a processor", "cores": 2, "gpus": []}
+def test_a_time_is_that_of_such_a_processor_and_these_values(diamond, monkeypatch):
+    here = pipeline.hardware()
     made = opened(diamond)
     for one in made.notebooks[:2]:
-        made.record(one, RAN | {"wall_seconds": 341.0}, made.describe("") | {"hardware": here})
-    monkeypatch.setattr(pipeline, "hardware", lambda: here | there)
-    seconds, estimated = opened(diamond, changes).times()
-    assert (seconds["01_left"] == 341.0) is known is ("01_left" not in estimated)
+        record(made, one, wall_seconds=341.0)
+    others = {"pair.seed": 3, "diffusion.steps": 30}  # of other notebooks, or as long
+    cases = [({}, others, True), ({}, {"pair.steps": 3}, False), ({"cores": 640}, {}, False)]
+    for there, changes, known in cases:
+        monkeypatch.setattr(pipeline, "hardware", lambda there=there: here | there)
+        seconds, estimated = opened(diamond, changes).times()
+        assert (seconds["01_left"] == 341.0) is known is ("01_left" not in estimated)
 
 
 def test_what_pools_the_seeds_comes_last_and_is_due_when_one_of_them_changes(diamond):
@@ -228,8 +214,8 @@ def test_what_pools_the_seeds_comes_last_and_is_due_when_one_of_them_changes(dia
         write_atomic(other / "01_left.json", json.dumps({"ndcg": value}))
         assert reasons(diamond) == {"05_report": "run smoke-seed1 changed"}
         finish(diamond)
-    write_atomic(other / "scores" / "01_left.npz", "copied later")
-    write_atomic(diamond.folders.results / "scores" / "01_left.npz", "new")
+    write_atomic(other / "scores" / "01_left.parquet", "copied later")
+    write_atomic(diamond.folders.results / "scores" / "01_left.parquet", "new")
     assert reasons(diamond) == {"05_report": "run smoke changed, run smoke-seed1 changed"}
 
 
@@ -242,22 +228,20 @@ def test_due_notebooks_are_in_order_and_missing_inputs_refused(diamond):
     assert due(diamond, only="01", force=True) == {"01_left": "forced"}
 
 
-MACHINES = {  # GPUs, processes, machines, --gpus, --jobs
-    "no GPU": ((0, 2, 1, 2, 1), r"2 GPUs are needed on this machine, and it has 0: .*num_processes=2"),
-    "too few GPUs": ((4, 8, 1, None, 1), "8 GPUs are needed on this machine, and it has 4: --gpus 4"),
-    "too few visible": (("0,1", 4, 1, None, 1), "4 GPUs are needed on this machine, and it has 2"),
-    "no launcher": ((8, 16, 2, None, 1), "trainings on 2 machines need parallel.launcher"),
-    "side by side": ((4, 2, 1, 2, 2), "takes all of them: --jobs 1"),
-    "processes on CPUs": ((0, 2, 1, None, 2), ""),
-    "one, on the CPU": ((0, 1, 1, 1, 2), ""),
-    "all GPUs": ((4, 4, 1, 4, 1), ""),
+MACHINES = {  # CUDA_VISIBLE_DEVICES, processes, machines, --gpus, --jobs
+    "no GPU": (("", 2, 1, 2, 1), r"2 GPUs are needed on this machine, and it has 0: .*num_processes=2"),
+    "too few GPUs": (("0,1", 8, 1, None, 1), "8 GPUs are needed on this machine, and it has 2: --gpus 2"),
+    "no launcher": (("0,1", 16, 2, None, 1), "trainings on 2 machines need parallel.launcher"),
+    "side by side": (("0,1", 2, 1, 2, 2), "takes all of them: --jobs 1"),
+    "processes on CPUs": (("", 2, 1, None, 2), ""),
+    "one, on the CPU": (("", 1, 1, 1, 2), ""),
+    "all GPUs": (("0,1", 2, 1, 2, 1), ""),
 }
 
 
 @pytest.mark.parametrize(("machine", "refused"), MACHINES.values(), ids=MACHINES)
 def test_a_machine_that_cannot_is_refused(monkeypatch, machine, refused):
-    here, processes, machines, gpus, jobs = machine
-    visible = here if isinstance(here, str) else "0,1,2,3,4,5,6,7"[: 2 * here]
+    visible, processes, machines, gpus, jobs = machine
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(runner, "gpu_names", lambda: ["GPU"] * 8)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
@@ -265,25 +249,23 @@ def test_a_machine_that_cannot_is_refused(monkeypatch, machine, refused):
         runner.check_machine(parallel, gpus, jobs)
 
 
-@pytest.mark.parametrize(
-    ("known", "here", "processes", "place", "jobs", "seen"),
-    [
-        (None, 8, 2, 0, 1, "0,1"),
-        ("3,5,7", 8, 2, 0, 1, "3,5"),
-        (None, 2, 2, 0, 1, None),
-        (None, 0, 1, 0, 1, None),
-        ("3,5,7", 8, 1, 1, 2, "5"),  # side by side
-        (None, 1, 1, 1, 2, "0"),
-        (None, 0, 1, 1, 2, None),
-    ],
-)
-def test_notebooks_see_the_gpus_that_are_theirs(monkeypatch, known, here, processes, place, jobs, seen):
+SEEN = [  # CUDA_VISIBLE_DEVICES, GPUs, processes, place, --jobs, and what a notebook sees
+    ("0,1,2,3,4,5,6,7", 8, 2, 0, 1, "0,1"),
+    ("3,5,7", 8, 2, 0, 1, "3,5"),
+    ("0,1", 2, 2, 0, 1, None),
+    ("-1", 2, 1, 0, 1, None),
+    ("3,5,7", 8, 1, 1, 2, "5"),  # side by side
+    ("0", 1, 1, 1, 2, "0"),
+    ("", 0, 1, 1, 2, None),
+]
+
+
+@pytest.mark.parametrize(("visible", "here", "processes", "place", "jobs", "seen"), SEEN)
+def test_notebooks_see_the_gpus_that_are_theirs(monkeypatch, visible, here, processes, place, jobs, seen):
     monkeypatch.setattr(runner, "gpu_names", lambda: ["GPU"] * here)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if known:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", known)
-    gpus = runner.gpus(ParallelConfig(num_processes=processes), place, jobs)
-    assert gpus == ({"CUDA_VISIBLE_DEVICES": seen} if seen else {})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    variables = runner.gpus(ParallelConfig(num_processes=processes), place, jobs)
+    assert variables.get("CUDA_VISIBLE_DEVICES") == seen
 
 
 def test_our_notebooks_name_earlier_ones_and_sections_and_processes_make_none_due():

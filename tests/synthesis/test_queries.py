@@ -102,6 +102,8 @@ def test_duplicates_and_dissimilar_queries_are_left_out(tmp_path):
         result = pairs(config(server), tmp_path)
     # Of four equal queries each, one is new.
     assert result.outcomes == {"accepted": 17, "duplicate": 6, "dissimilar": 1}
+    assert len(result.similarities) == 18  # of those that were compared
+    assert sum(cosine >= 0.1 for cosine in result.similarities) == 17
 
 
 @pytest.mark.parametrize("synthesize", [synthesize_pairs, synthesize_documents])

@@ -1,7 +1,7 @@
 """Gradient caching of a model with dropout; for every stage: test_stages.py."""
 
+import tiny_stages
 import torch
-from tiny_stages import assert_same, backpropagated
 
 import tiny
 from unmask.losses import pair_loss
@@ -28,4 +28,4 @@ def test_dropout_is_replayed():
     groups = micro_batches([len(s) for s in items], 60)[::-1]
     rows = torch.cat([encode_rows(model, [items[i] for i in group]) for group in groups])
     order = torch.tensor([i for group in groups for i in group]).argsort()
-    assert_same(cached, backpropagated(loss_of_rows(rows[order]), model))
+    tiny_stages.assert_same(cached, tiny_stages.backpropagated(loss_of_rows(rows[order]), model))

@@ -60,12 +60,8 @@ def test_rows_are_split_into_queries_chunks_and_documents():
     assert found.mask_MC.tolist() == [[c < count for c in range(5)] for count in counts]
     assert torch.equal(chunks_MCD[found.mask_MC], rows[n:])
     assert not chunks_MCD[~found.mask_MC].any()
-    start = n
-    for m, document in enumerate(documents):
-        parts = rows[start : start + len(document.chunks)]
-        weights = torch.tensor([len(chunk) for chunk in document.chunks], dtype=torch.float64)
-        expected = (parts * weights[:, None]).sum(0) / weights.sum()
-        assert_close(documents_MD[m], expected, 1e-6)
-        start += len(document.chunks)
+    for found_D, document, parts_CD in zip(documents_MD, documents, rows[n:].split(counts), strict=True):
+        weights_C = torch.tensor([len(chunk) for chunk in document.chunks]).double()
+        assert_close(found_D, weights_C @ parts_CD / weights_C.sum(), 1e-6)
     (chunks_MCD.sum() + q_ND.sum()).backward()
     assert torch.equal(rows.grad, torch.ones_like(rows))

@@ -53,11 +53,8 @@ class Backward(TorchDispatchMode):
         self.waits = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if torch._C._current_graph_task_id() >= 0 and name in WAITS | {
-            "_local_scalar_dense",
-            "masked_scatter_backward",
-        }:
+        name, waits = func.overloadpacket.__name__, WAITS | {"_local_scalar_dense", "masked_scatter_backward"}
+        if torch._C._current_graph_task_id() >= 0 and name in waits:
             self.waits[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -1,12 +1,12 @@
 """Trainings in several processes: torchrun's, and what stands in for a cluster's launcher."""
 
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +14,10 @@ import pytest
 import tiny_stages
 import torch
 from safetensors.torch import load_file
-from tiny_stages import Told
 
 import tiny
 from closeness import assert_close
+from limits import full_disk
 from toy_checkout import write_script
 from unmask.config import ParallelConfig
 from unmask.training import Pair, TrainingStopped, history, train
@@ -26,7 +26,7 @@ from unmask.training.watch import Watch
 from unmask.training.worker import stage_of
 from waiting import live_in, wait_for
 
-TWO = ParallelConfig(num_processes=2)
+TWO, ALONE, SAVED = ParallelConfig(num_processes=2), ParallelConfig(), "model.safetensors"
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,8 @@ def made(start, parallel=TWO, **more):
     return stage
 
 
-def trained(stage, start, folder):
-    return train(stage, stage.model(start), folder)
+def trained(stage, start, folder, **options):
+    return train(stage, stage.model(start), folder, **options)
 
 
 def assert_alike(two, one):
@@ -52,25 +52,22 @@ def assert_alike(two, one):
     for here, there in zip(history(two), history(one), strict=True):
         assert {"step", "dataset", "tokens"} <= {key for key in here if here[key] == there[key]}
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3)
-    assert_close(*(load_file(path / "model.safetensors") for path in (two, one)), rel=1e-3)
+    assert_close(*(load_file(path / SAVED) for path in (two, one)), rel=1e-3)
 
 
 # Of another job, which this one may be part of, as its launcher or a cluster sets them.
-FOREIGN = {"PET_NNODES": "2", "PET_NO_PYTHON": "1", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "none"}
-FOREIGN |= dict.fromkeys(
-    ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2"
-)
-FOREIGN |= {"OMPI_COMM_WORLD_SIZE": "2", "PMI_SIZE": "2", "MV2_COMM_WORLD_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+TWOS = "PET_NNODES RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SLURM_NTASKS SLURM_PROCID"
+TWOS += " OMPI_COMM_WORLD_SIZE PMI_SIZE MV2_COMM_WORLD_SIZE MPI_LOCALNRANKS"
+FOREIGN = dict.fromkeys(TWOS.split(), "2") | {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "none"}
+FOREIGN |= {"PET_NO_PYTHON": "1", "TORCHELASTIC_ERROR_FILE": "/none/error"}
 FOREIGN |= {"ACCELERATE_TORCH_DEVICE": "meta", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-FOREIGN |= {"TORCHELASTIC_ERROR_FILE": "/none/error", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 
 
 @pytest.fixture
 def importable(start, monkeypatch):
     """Other processes find what lies beside the tests."""
-    tests = Path(tiny.__file__).parent
-    paths = os.environ["PYTHONPATH"], str(tests), str(tests / "training")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    for path in (Path(tiny.__file__), Path(__file__)):
+        monkeypatch.setenv("PYTHONPATH", str(path.parent), prepend=os.pathsep)
 
 
 class Cramped(Pair):
@@ -95,9 +92,9 @@ def test_two_processes_train_as_one(start, importable, tmp_path, monkeypatch, ca
     stage = made(start, kind=Cramped, token_budget=512)
     two = train(stage, model, tmp_path / "two")
     assert "10/10" in capsys.readouterr().out
-    for key, value in load_file(two / "model.safetensors").items():
-        assert (model.state_dict()[key] == value).all()
-    assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
+    saved = load_file(two / SAVED)
+    assert_close({key: model.state_dict()[key] for key in saved}, saved, 0)
+    assert_alike(two, trained(made(start, ALONE), start, tmp_path / "one"))
 
 
 LONG = {"steps": 30, "checkpoint_seconds": 0}  # long enough to be stopped; each step leaves a checkpoint
@@ -124,11 +121,10 @@ def test_stopped_with_its_notebook_it_goes_on(start, importable, tmp_path):
     assert saved, (tmp_path / "log").read_text()
     stage = made(start, **LONG)
     with pytest.raises(TrainingStopped):
-        train(stage, stage.model(start), folder, watch=Told(signal.SIGTERM, 10))
+        trained(stage, start, folder, watch=tiny_stages.Reported(10, signal.SIGTERM))
     two = trained(stage, start, folder)
     assert two.parent == saved[0].parents[1]
-    one = made(start, ParallelConfig(), steps=30)
-    assert_alike(two, trained(one, start, tmp_path / "one"))
+    assert_alike(two, trained(made(start, ALONE, steps=30), start, tmp_path / "one"))
 
 
 def test_a_failure_is_told_with_its_log(start, tmp_path):
@@ -153,21 +149,16 @@ def test_a_killed_process_is_told(start, importable, tmp_path):
         trained(made(start, kind=Killed), start, tmp_path / "pair")
 
 
-class Full(Watch):
-    """From now on no file may grow: neither the log nor what a process wants to say can be written."""
-
-    def __call__(self, row):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
 def test_where_nothing_can_be_said_the_disk_is_told(start, tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """From the first report on no file may grow: neither the log nor what a process wants to say."""
     stage = made(start, ParallelConfig(launcher=str(write_script(tmp_path / "srun", "sleep 1; exit 1"))))
-    try:
-        with pytest.raises(OSError, match=r"File too large: '.*/error\.txt'"):
-            train(stage, stage.model(start), tmp_path / "pair", watch=Full())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with ExitStack() as until, pytest.raises(OSError, match=r"File too large: '.*/error\.txt'"):
+
+        class Full(Watch):
+            def __call__(self, row):
+                until.enter_context(full_disk(0))
+
+        trained(stage, start, tmp_path / "pair", watch=Full())
 
 
 def test_code_of_a_notebook_needs_one_process(start, tmp_path):
@@ -196,7 +187,7 @@ def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkey
     monkeypatch.setenv("HEAD", "127.0.0.1")
     two = trained(stage, start, tmp_path / "pair")
     assert "from srun" in (two.parent / "train.log").read_text()
-    assert_alike(two, trained(made(start, ParallelConfig()), start, tmp_path / "one"))
+    assert_alike(two, trained(made(start, ALONE), start, tmp_path / "one"))
 
 
 def test_a_launcher_that_ignores_sigterm_is_asked_by_a_file(start, tmp_path):

@@ -1,6 +1,6 @@
 import json
-import resource
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 
@@ -8,15 +8,15 @@ import pytest
 import tiny_stages
 import torch
 from safetensors.torch import load_file
-from tiny_stages import Interrupted, Reported, stop_at
+from tiny_stages import Interrupted, Reported
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tiny
 from closeness import assert_close
+from limits import full_disk
 from unmask.training import loop
 from unmask.training.distributed import Distributed
 from unmask.training.launch import STOP
-from unmask.training.loop import lr_factor, parameter_groups, steps
 from unmask.training.watch import probes, seconds_until
 
 
@@ -27,8 +27,17 @@ def fit(folder, name="pair", backward=None, report=lambda row: None, **changes):
 
 
 def trained(stage, model, folder, report=lambda row: None):
-    steps(stage, model, folder, Distributed.alone(stage.config.precision), report, [])
+    loop.steps(stage, model, folder, Distributed.alone(stage.config.precision), report, [])
     return model
+
+
+def stopped(folder, step, name="pair", **changes):
+    """What a training reports that ends at a step."""
+    watch = Reported(step)
+    watch.open(name, folder)
+    with pytest.raises(Interrupted):
+        fit(folder, name, report=watch, **changes)
+    return watch.rows
 
 
 def rows(folder):
@@ -36,10 +45,11 @@ def rows(folder):
     return [{key: value for key, value in row.items() if key != "seconds"} for row in found]
 
 
-def assert_same(one, two, folders):
+def assert_same(one, two, folder):
+    """Models, and what was logged in folders "parts" and "whole"."""
     for (name, a), (_, b) in zip(one.named_parameters(), two.named_parameters(), strict=True):
         assert torch.equal(a, b), name
-    first, second = map(rows, folders)
+    first, second = rows(folder / "parts"), rows(folder / "whole")
     assert first == second and [row["step"] for row in first] == list(range(8))
 
 
@@ -56,13 +66,12 @@ def test_resumed_equals_uninterrupted(tmp_path, name, how):
     whole = fit(tmp_path / "whole", name, **how)
     # Stopped between two checkpoints, then at a step whose checkpoint is not yet written, then left alone.
     for step in (4, 5):
-        with pytest.raises(Interrupted):
-            fit(tmp_path / "parts", name, report=stop_at(step), **how)
+        stopped(tmp_path / "parts", step, name, **how)
     seen = []
     resumed = fit(tmp_path / "parts", name, report=seen.append, **how)
     assert seen[0] == {"total": 8, "done": 4}
     assert [row["step"] for row in seen[1:]] == [4, 5, 6, 7]
-    assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
+    assert_same(resumed, whole, tmp_path)
 
 
 def test_what_is_measured_on_the_way_changes_nothing_and_is_kept(tmp_path):
@@ -80,25 +89,15 @@ def test_what_is_measured_on_the_way_changes_nothing_and_is_kept(tmp_path):
         with watch:
             return trained(stage, model, folder, watch), watch.probed
 
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
-    plain = fit(tmp_path / "plain")
+    plain = fit(tmp_path / "parts")
     model, rows_whole = watched(tmp_path / "whole")
-    assert_same(plain, model, (tmp_path / "plain", tmp_path / "whole"))
+    assert_same(plain, model, tmp_path)
     with pytest.raises(Interrupted):
-        watched(tmp_path / "parts", 5)
-    _, rows_parts = watched(tmp_path / "parts")
-    kept = probes(tmp_path / "parts" / "model")
-    for found in (rows_parts, kept):
-        assert [(row["step"], row["docs"]) for row in found] == [(r["step"], r["docs"]) for r in rows_whole]
-    assert [row["step"] for row in kept] == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_a_model_is_afterwards_as_it_was(tmp_path):
-    model = fit(tmp_path, steps=1)
-    model.get_input_embeddings()(torch.tensor([[1]])).sum().backward()
-    assert not model.get_input_embeddings().weight.grad.is_sparse
-    assert model.config._attn_implementation == "sdpa" and not model.training
+        watched(tmp_path / "again", 5)
+    _, rows_parts = watched(tmp_path / "again")
+    measured = rows_whole, rows_parts, probes(tmp_path / "again" / "model")
+    whole, parts, kept = ([(row["step"], row["docs"]) for row in found] for found in measured)
+    assert whole == parts == kept and [step for step, _ in kept] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("name", ["ar", "diffusion"])
@@ -111,9 +110,7 @@ def test_embeddings_that_are_frozen_stay_and_all_else_learns(tmp_path, name):
 
 
 def test_time_to_a_bar_is_where_the_mean_stays_above_it():
-    rows = [
-        {"step": s, "seconds": 10.0 * s, "docs": x, "code": x} for s, x in enumerate([0.6, 0.4, 0.7, 0.8])
-    ]
+    rows = [{"seconds": 10.0 * i, "docs": x, "code": x} for i, x in enumerate([0.6, 0.4, 0.7, 0.8])]
     assert [seconds_until(rows, bar) for bar in (0.5, 0.75, 0.9)] == [20.0, 30.0, None]
 
 
@@ -121,7 +118,7 @@ def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tm
     changes = {"steps": 4, "clip": 0.5, "beta1": 0.8, "weight_decay": 0.3, "gradient_checkpointing": True}
     found = fit(tmp_path, **changes)
     stage, model = tiny_stages.stage("pair", **changes), tiny_stages.model("pair").train()
-    optimizer = torch.optim.AdamW(parameter_groups(model, 0.3), betas=(0.8, stage.config.beta2))
+    optimizer = torch.optim.AdamW(loop.parameter_groups(model, 0.3), betas=(0.8, stage.config.beta2))
     for number, factor in enumerate((0.5, 1, 1, 0.5)):  # warm-up of two steps, then the cosine
         tiny_stages.step(stage, model, stage.batch(number))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -133,15 +130,11 @@ def test_a_training_is_adamw_on_clipped_gradients_at_the_rate_of_the_schedule(tm
 
 
 def test_checkpoints_hold_no_pickle_and_what_a_kill_left_half_written_is_not_taken(tmp_path):
-    with pytest.raises(Interrupted):
-        fit(tmp_path, report=stop_at(3))
+    stopped(tmp_path, 3)
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert [path.name for path in saved.iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
     saved.rename(saved.with_name(".new.tmp"))
-    seen = []
-    with pytest.raises(Interrupted):
-        fit(tmp_path, report=lambda row: (seen.append(row), stop_at(3)(row)))
-    assert seen[0]["done"] == 0
+    assert stopped(tmp_path, 3)[0]["done"] == 0
     assert [*saved.parent.iterdir()] == [saved]
 
 
@@ -166,36 +159,36 @@ def test_what_is_no_number_stops_the_training_and_never_reaches_a_checkpoint(tmp
     assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2, 3, 4]
 
 
-def crowded(stage, most):
-    """The stage's backward pass, which fails where it computes more than so many tokens at a time, as on a
-    GPU; half of the gradient is there by then."""
-    whole = stage.backward
+def crowd(stage, most):
+    """From now on its backward pass fails where it computes more than so many tokens at a time, as on a GPU;
+    half of the gradient is there by then. Returns the tries."""
+    whole, tries = stage.backward, []
 
-    def backward(module, batch, processes):
-        row = whole(module, batch, processes)
+    def backward(*arguments):
+        tries.append(row := whole(*arguments))
         if max(stage.config.memory("cpu").values()) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return row
 
-    return backward
+    stage.backward = backward
+    return tries
 
 
 def test_what_memory_does_not_hold_is_computed_in_smaller_parts(tmp_path):
     """Halves until it fits, and stays there; the gradient of a failed try is forgotten."""
     budgets = {"token_budget": 2048, "keep_tokens": 8192}
-    whole, stage, tries = fit(tmp_path / "whole", **budgets), tiny_stages.stage("pair", **budgets), count()
-    backward = crowded(stage, 600)
-    stage.backward = lambda *arguments: (next(tries), backward(*arguments))[1]
+    whole, stage = fit(tmp_path / "whole", **budgets), tiny_stages.stage("pair", **budgets)
+    tries = crowd(stage, 600)
     found = trained(stage, tiny_stages.model("pair"), tmp_path / "small")
     for one, two in zip(found.parameters(), whole.parameters(), strict=True):
         assert_close(one, two)
     assert (stage.config.token_budget, stage.config.keep_tokens) == (512, 512)
-    assert next(tries) == stage.config.steps + 4  # 8192, 4096, 2048 and 1024 were too many
+    assert len(tries) == stage.config.steps + 4  # 8192, 4096, 2048 and 1024 were too many
 
 
 def test_what_never_fits_is_told(tmp_path):
     stage = tiny_stages.stage("diffusion", token_budget=4096)
-    stage.backward = crowded(stage, 0)
+    crowd(stage, 0)
     with pytest.raises(torch.OutOfMemoryError, match=r"of diffusion: set .*gradient_checkpointing="):
         trained(stage, tiny_stages.model("diffusion"), tmp_path)
     blocks = tiny_stages.config("diffusion", token_budget=4096, length=2048)
@@ -203,20 +196,15 @@ def test_what_never_fits_is_told(tmp_path):
 
 
 def test_a_disk_that_fills_up_leaves_the_previous_checkpoint_usable(tmp_path):
-    """No file may grow beyond a kilobyte from step 3 on: the system enforces it, as it does a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """No file may grow beyond a kilobyte from step 3 on."""
+    with ExitStack() as until, pytest.raises(CheckpointException, match=r"step-0000004|large|writing|I/O"):
 
-    def fill(row):
-        if row.get("step") == 3:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+        def fill(row):
+            if row.get("step") == 3:
+                until.enter_context(full_disk())
 
-    try:
-        with pytest.raises(CheckpointException, match=r"step-0000004|large|writing|I/O"):
-            fit(tmp_path / "parts", report=fill)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    resumed, whole = fit(tmp_path / "parts"), fit(tmp_path / "whole")
-    assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
+        fit(tmp_path / "parts", report=fill)
+    assert_same(fit(tmp_path / "parts"), fit(tmp_path / "whole"), tmp_path)
 
 
 def test_told_to_stop_by_a_file_it_saves_itself(tmp_path, monkeypatch):
@@ -228,8 +216,7 @@ def test_told_to_stop_by_a_file_it_saves_itself(tmp_path, monkeypatch):
     file.unlink()
     saved = [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()]
     assert saved == ["step-0000006"]
-    resumed, whole = fit(tmp_path / "parts", **options), fit(tmp_path / "whole", **options)
-    assert_same(resumed, whole, (tmp_path / "parts", tmp_path / "whole"))
+    assert_same(fit(tmp_path / "parts", **options), fit(tmp_path / "whole", **options), tmp_path)
 
 
 def test_where_a_checkpoint_takes_long_there_are_fewer(tmp_path, monkeypatch):
@@ -243,7 +230,7 @@ def test_where_a_checkpoint_takes_long_there_are_fewer(tmp_path, monkeypatch):
 
 def test_gains_of_norms_do_not_decay():
     model = tiny.model()
-    decayed, kept = parameter_groups(model, 0.1)
+    decayed, kept = loop.parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert {id(p) for p in kept["params"]} == {id(p) for n, p in model.named_parameters() if "norm" in n}
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
@@ -259,6 +246,6 @@ SCHEDULES = {
 @pytest.mark.parametrize(("schedule", "expected"), SCHEDULES.items())
 def test_a_schedule_rises_and_falls_as_its_name_says(schedule, expected):
     config = tiny_stages.config("pair", steps=110, warmup=10, schedule=schedule, decay=20)
-    found = [lr_factor(config, step) for step in range(110)]
+    found = [loop.lr_factor(config, step) for step in range(110)]
     assert {step: found[step] for step in expected} == pytest.approx(expected)
     assert found[10:] == sorted(found[10:], reverse=True) and 0 < found[-1] < 0.02

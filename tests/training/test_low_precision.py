@@ -44,9 +44,7 @@ def test_gradients_of_micro_batches_add_up_in_float32():
 def test_a_refreshed_copy_has_the_rounded_weights():
     module = tiny.model()
     copy = low_precision_copy(module)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(1.01)
+    torch._foreach_mul_([parameter.data for parameter in module.parameters()], 1.01)
     refresh(copy, module)
     for low, parameter in zip(copy.parameters(), module.parameters(), strict=True):
         assert torch.equal(low, parameter.bfloat16())

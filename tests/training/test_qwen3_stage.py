@@ -34,11 +34,10 @@ def test_a_step_is_the_mean_of_the_loss_over_the_prefixes(changes):
 
 
 def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers():
-    a, b, c, q = (np.array(ids, np.uint16) for ids in ([5, 6, 0], [7, 0], [8, 9, 0], [4, 0]))
-    hard = {"x": [b, c], "y": [c, a], "z": [a, b]}
-    queries = [np.append(q, np.uint16(i)) for i in range(3)]
+    a, b, c, *queries = (np.array(ids) for ids in ([5, 6, 0], [7, 0], [8, 9, 0], [4, 0], [4, 1], [4, 2]))
     keys = np.array([[20, 10, 1], [21, 11, 2], [22, 12, 4]])  # two documents that are alike once they are cut
-    data = TokenPairs(queries, [a, b, a], keys, [*hard.values()], np.array([[2, 3], [3, 1], [1, 2]]))
+    hard, hard_keys = [[b, c], [c, a], [a, b]], np.array([[2, 3], [3, 1], [1, 2]])
+    data = TokenPairs(queries, [a, b, a], keys, hard, hard_keys)
     stage = tiny_stages.stage("qwen3", {"one": data}, batch=3)
     [batch] = stage.batch(0)
     texts = [s.tokens_L.tolist() for s in batch.sequences]
@@ -51,45 +50,41 @@ def test_hard_negatives_stay_with_their_query_and_equal_texts_have_equal_numbers
 def second_phase(causal, tmp_path, **more):
     """From a causal checkpoint, on mined triplets."""
     values = {"steps": 6, "query_length": 90, "document_length": 9, "negatives": 2, "dimensions": [16, 32]}
-    told = {"mined": tiny_stages.mined(tmp_path), "milestones": [3, 6], "only": ["english"]}
-    values |= {"checkpoint_seconds": 2}
-    return tiny_stages.on_the_corpus("qwen3", causal, **values | told | more)
+    values |= {"mined": tiny_stages.mined(tmp_path), "milestones": [3, 6], "only": ["english"]}
+    return tiny_stages.on_the_corpus("qwen3", causal, **values | {"checkpoint_seconds": 2} | more)
 
 
 def test_both_phases_train_and_leave_an_embedder_with_instructions(causal, tmp_path):
     first = second_phase(causal, tmp_path, negatives=0, mined="", steps=2, milestones=[])
     weak = train(first, first.model(causal), tmp_path / "weak")
-    stage = second_phase(weak, tmp_path)
-    full = train(stage, stage.model(weak), tmp_path / "full")
-    for path in (weak, full):
-        assert [(row["data set"], row["rows"]) for row in data_report(path)] == [("docs", 60)]
+    full = train(stage := second_phase(weak, tmp_path), stage.model(weak), tmp_path / "full")
     embedder = Embedder.from_pretrained(full, device="cpu")
     assert (embedder.pooling, embedder.special_tokens) == ("last", True)
     assert embedder.model.config.is_causal is not False
     assert backbone.facts(full)["prompts"]["query"] == instructed(INSTRUCTIONS["english"], "")
     # What was read: the instruction, the query and the end, counted once.
-    texts = [instructed(INSTRUCTIONS["english"], row["query"]) for row in tiny_corpus.PAIRS]
-    queries = [min(len(ids) + 1, 90) for ids in tiny.tokenize(tiny.tokenizer(), texts, 999)]
-    documents = tiny.tokenize(tiny.tokenizer(), [row["document"] for row in tiny_corpus.PAIRS], 999)
-    tokens = sum(queries) + sum(min(len(ids) + 1, 9) for ids in documents)
-    assert data_report(weak)[0]["tokens"] == tokens
+    queries = [instructed(INSTRUCTIONS["english"], row["query"]) for row in tiny_corpus.PAIRS]
+    columns = (queries, 90), ([row["document"] for row in tiny_corpus.PAIRS], 9)
+    texts = ((ids, most) for x, most in columns for ids in tiny.tokenize(tiny.tokenizer(), x, 999))
+    read = {"data set": "docs", "rows": 60}
+    [first], [second] = data_report(weak), data_report(full)
+    assert second == second | read
+    assert first == first | read | {"tokens": sum(min(len(ids) + 1, most) for ids, most in texts)}
     assert embedder.around[1].tolist() == [embedder.tokenizer.convert_tokens_to_ids(END_OF_TEXT)]
 
 
-def weights(path):
-    return (path / "model.safetensors").read_bytes()
-
-
 def test_milestones_survive_an_interruption(causal, tmp_path):
-    stage = second_phase(causal, tmp_path)
-    whole = train(stage, stage.model(causal), tmp_path / "full")
-    first, last = milestones(whole)
-    assert [path.name for path in (first, last)] == ["step-0000003", "step-0000006"]
-    assert weights(last) == weights(whole) != weights(first)
-    assert backbone.facts(first) == backbone.facts(whole)
+    def trained(name, **options):
+        path = train(stage, stage.model(causal), tmp_path / name, **options)
+        saved = [*milestones(path), path]
+        assert [one.name for one in saved] == ["step-0000003", "step-0000006", "model"]
+        assert backbone.facts(saved[0]) == backbone.facts(path)
+        return [(one / "model.safetensors").read_bytes() for one in saved]
 
+    stage = second_phase(causal, tmp_path)
+    whole = trained("full")
+    assert whole[0] != whole[1] == whole[2]
     for number in (2, 4):  # before the milestone, which the checkpoint of step 2 comes before; after it
         with pytest.raises(Interrupted):
-            train(stage, stage.model(causal), tmp_path / "parts", watch=Reported(number))
-    found = milestones(train(stage, stage.model(causal), tmp_path / "parts"))
-    assert [weights(path) for path in found] == [weights(first), weights(last)]
+            trained("parts", watch=Reported(number))
+    assert trained("parts") == whole

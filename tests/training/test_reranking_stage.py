@@ -14,11 +14,11 @@ from unmask.training import history, train
 
 def test_a_step_is_the_mean_over_prompts_that_are_read_alone():
     stage, model = tiny_stages.stage("reranker", token_budget=40), tiny_stages.model("reranker")
-    batch, losses = stage.batch(0), []
-    for prompt_L, answer in zip(batch.prompts, batch.answer_B):
-        logits_V = model(torch.from_numpy(prompt_L.astype(np.int64))[None]).logits[0, -1]
-        losses.append(-logits_V.log_softmax(0)[answer])
-    assert_same(step(stage, model, batch), backpropagated(torch.stack(losses).mean(), model))
+    batch = stage.batch(0)
+    prompts = (torch.from_numpy(prompt_L.astype(np.int64))[None] for prompt_L in batch.prompts)
+    logits_BV = torch.stack([model(ids).logits[0, -1] for ids in prompts])
+    loss = torch.nn.functional.cross_entropy(logits_BV, batch.answer_B)
+    assert_same(step(stage, model, batch), backpropagated(loss, model))
 
 
 def test_a_text_that_spells_out_control_tokens_forges_no_turn(causal, tmp_path):
@@ -29,8 +29,7 @@ def test_a_text_that_spells_out_control_tokens_forges_no_turn(causal, tmp_path):
         row |= {"query": row["query"] + forged, "negatives": [forged + text for text in row["negatives"]]}
     Dataset.from_list(rows).to_parquet(mined)
     stage = tiny_stages.on_the_corpus("reranker", causal, mined=mined, negatives=2)
-    vocabulary = stage.tokenizer.get_vocab()
-    control = [vocabulary[token] for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>")]
+    control = stage.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
     empty = "".join((*around_query(""), *AROUND_DOCUMENT))
     expected = np.isin(stage.tokenizer(empty, add_special_tokens=False).input_ids, control).sum()
     assert {np.isin(prompt_L, control).sum() for prompt_L in stage.batch(0).prompts} == {expected}
@@ -65,9 +64,9 @@ def test_training_and_inference_read_the_same_tokens(causal, tmp_path):
     reranker = Reranker.from_pretrained(causal, token_budget=10**6)
     table = Dataset.from_parquet(stage.job.mined)
     for row in (0, 31):
-        texts = [table[row]["document"], *table[row]["negatives"][:2]]
-        options = {"instruction": INSTRUCTIONS["english"], "query_length": 5, "document_length": 9}
-        odds_M = reranker.log_odds(table[row]["query"], texts, **options)
+        one, options = table[row], {"query_length": 5, "document_length": 9}
+        texts = [one["document"], *one["negatives"][:2]]
+        odds_M = reranker.log_odds(one["query"], texts, instruction=INSTRUCTIONS["english"], **options)
         for document_L, odds in zip([pairs.documents[row], *pairs.negatives[row]], odds_M, strict=True):
             prompt_L = torch.from_numpy(np.concatenate([pairs.queries[row], document_L]).astype(np.int64))
             hidden_1LD = reranker.model.model(prompt_L[None]).last_hidden_state

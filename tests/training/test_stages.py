@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from unmask import losses
 from unmask.config import load_preset
 from unmask.data.tokens import TokenSequence
-from unmask.losses import diffusion_loss, insent_loss, mean_maxsim, next_token_loss, pair_loss, triplet_loss
 from unmask.models.encoding import encode_rows
 from unmask.models.quantize import int8
 from unmask.training import LateInteraction
@@ -46,28 +45,28 @@ def test_budgets_change_memory_not_the_gradient(name):
     budgets = [{"token_budget": 10**6}, {"token_budget": 32}]
     if hasattr(tiny_stages.config(name), "keep_tokens"):
         budgets = [budget | {"keep_tokens": kept} for budget in budgets for kept in (1, 60, 10**6)]
-    results = []
-    for budget in budgets:
-        stage = tiny_stages.stage(name, **budget)
-        results.append(step(stage, tiny_stages.model(name), stage.batch(3)))
-    expected, *others = results
+    stages = [tiny_stages.stage(name, **budget) for budget in budgets]
+    expected, *others = [step(stage, tiny_stages.model(name), stage.batch(3)) for stage in stages]
     for found in others:
         assert_same(found, expected)
+
+
+def loss_of(model, batch, attention_mask):
+    noisy = batch.tokens_BL.masked_fill(batch.masked_BL, tiny_stages.MASK_ID)
+    hidden = model.model(noisy, attention_mask=attention_mask).last_hidden_state
+    return losses.diffusion_loss(hidden, model.lm_head.weight, *batch[:4])
 
 
 def test_pretraining_stages_compute_the_loss_of_the_whole_batch():
     stage, model = tiny_stages.stage("diffusion", cut_fraction=0.5, batch=8), tiny_stages.model("diffusion")
     batch = stage.batch(0)
     assert not batch.valid_BL.all()
-    noisy = batch.tokens_BL.masked_fill(batch.masked_BL, tiny_stages.MASK_ID)
-    hidden = model.model(noisy, attention_mask=batch.valid_BL.long()).last_hidden_state
-    drawn = batch.tokens_BL, batch.masked_BL, batch.divisor_B, batch.valid_BL
-    expected = backpropagated(diffusion_loss(hidden, model.lm_head.weight, *drawn), model)
-    assert_same(step(stage, model, batch), expected)
+    loss = loss_of(model, batch, batch.valid_BL.long())
+    assert_same(step(stage, model, batch), backpropagated(loss, model))
 
     stage, model = tiny_stages.stage("ar"), tiny_stages.model("ar")
     tokens = stage.batch(0)
-    loss = next_token_loss(model.model(tokens).last_hidden_state, model.lm_head.weight, tokens)
+    loss = losses.next_token_loss(model.model(tokens).last_hidden_state, model.lm_head.weight, tokens)
     assert_same(step(stage, model, tokens), backpropagated(loss, model))
 
 
@@ -84,16 +83,12 @@ def test_the_causal_mask_fades_over_a_share_of_the_steps():
     model = tiny_stages.model("diffusion")
     for number, sees in ((0, "causal"), (3, "some of both sides")):
         batch = stage.batch(number)
-        noisy = batch.tokens_BL.masked_fill(batch.masked_BL, tiny_stages.MASK_ID)
         assert not batch.valid_BL.all()
-        if sees == "causal":
-            model.config.is_causal, mask = True, batch.valid_BL.long()
-        else:
-            mask = batch.seen_LL[None, None] & batch.valid_BL[:, None, None]
-        hidden = model.model(noisy, attention_mask=mask).last_hidden_state
+        mask = batch.seen_LL[None, None] & batch.valid_BL[:, None, None]
+        model.config.is_causal = sees == "causal"
+        loss = loss_of(model, batch, batch.valid_BL.long() if model.config.is_causal else mask)
         model.config.is_causal = False
-        expected = backpropagated(diffusion_loss(hidden, model.lm_head.weight, *batch[:4]), model)
-        assert_same(step(stage, model, batch), expected)
+        assert_same(step(stage, model, batch), backpropagated(loss, model))
 
 
 def forward_process(count=2000, length=64, **changes):
@@ -107,8 +102,7 @@ def test_every_token_is_masked_with_probability_t():
     t, length = noised.divisor_B.double(), noised.tokens_BL.shape[1]
     z = (noised.masked_BL.sum(1) - length * t) / (length * t * (1 - t)).sqrt()
     # Counts of a binomial distribution of this very t: standardised, mean 0 and variance 1.
-    assert abs(z.mean()) < 4 / len(z) ** 0.5
-    assert z.square().mean() == pytest.approx(1, abs=0.15)
+    assert abs(z.mean()) < 4 / len(z) ** 0.5 and z.square().mean() == pytest.approx(1, abs=0.15)
     # Positions are alike; the first token may be masked too.
     share_L = noised.masked_BL.double().mean(0)
     assert (share_L - t.mean()).abs().max() < 4.5 * (0.25 / len(t)) ** 0.5
@@ -139,10 +133,9 @@ def test_the_papers_preset_reads_the_shares_that_the_paper_states():
     """Section 2.6, whatever the sets' sizes; sets of a group by size."""
     pair = load_preset("paper-0.6b").pair
     stage = tiny_stages.stage("pair", steps=2000, curriculum=pair.curriculum, shares=pair.shares)
-    groups = dict(zip("abcde", ("english", "english", "cross-lingual", "multilingual", "code"), strict=True))
-    sizes = dict(zip("abcde", (9000, 3000, 100, 700, 20), strict=True))
+    groups = dict(zip("abcde", ("english", "english", "cross-lingual", "multilingual", "code")))
     stage.job, stage.groups = replace(stage.job, only=()), lambda: groups
-    stage.keys = lambda: {name: np.arange(count) for name, count in sizes.items()}
+    stage.keys = lambda: dict(zip("abcde", map(np.arange, (9000, 3000, 100, 700, 20))))
     read = Counter(stage.plan(step)[0] for step in range(2000))
     told = {"a": 65.6 * 0.75, "b": 65.6 * 0.25, "c": 6.7, "d": 26.7, "e": 1.0}
     assert {name: count / 20 for name, count in read.items()} == pytest.approx(told, abs=0.1)
@@ -153,12 +146,14 @@ def test_the_papers_preset_reads_the_shares_that_the_paper_states():
 def test_a_job_reads_the_groups_that_it_names():
     stage, rows = tiny_stages.stage("pair"), {"one": [{"group": "english"}], "two": [{"group": "code"}]}
     stage.corpus = SimpleNamespace(datasets=lambda *_: [*rows], pairs=lambda split, name: rows[name])
-    for wanted, names in (((), ["one", "two"]), (("code",), ["two"]), (("one",), ["one"])):
-        stage.job = replace(stage.job, only=wanted)
-        assert [*stage.groups()] == names
-    stage.job = replace(stage.job, only=("three",))
+
+    def groups(*only):
+        stage.job = replace(stage.job, only=only)
+        return [*stage.groups()]
+
+    assert (groups(), groups("code"), groups("one")) == (["one", "two"], ["two"], ["one"])
     with pytest.raises(ValueError, match=r"no training pairs are of \['three'\]: the corpus has {'one': "):
-        stage.groups()
+        groups("three")
 
 
 def test_one_t_is_drawn_from_each_part_of_its_interval():
@@ -187,7 +182,7 @@ def test_a_pair_step_computes_what_is_configured(quantize, query_query):
     [batch] = stage.batch(0)
     rows_RD = encode_rows(model, batch.sequences)
     rows_RD = int8(rows_RD) if quantize else rows_RD
-    loss = pair_loss(rows_RD[:4], rows_RD[4:], **options)
+    loss = losses.pair_loss(rows_RD[:4], rows_RD[4:], **options)
     assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 
@@ -206,7 +201,7 @@ def test_accumulation_is_the_mean_of_independent_losses_weighted_by_their_size(a
         texts = [s.tokens_L.tolist() for s in part.sequences]
         number_R, hard_NKD = torch.tensor([texts.index(t) for t in texts]), rows[2 * n :].reshape(n, 3, -1)
         shared = {"temperature": stage.config.temperature, "text_ids_R": number_R}
-        total = total + triplet_loss(rows[:n], rows[n : 2 * n], hard_NKD, **shared) * n / 6
+        total = total + losses.triplet_loss(rows[:n], rows[n : 2 * n], hard_NKD, **shared) * n / 6
     assert_same(step(stage, model, parts), backpropagated(total, model))
 
 
@@ -223,13 +218,10 @@ def test_each_query_has_the_negatives_it_has_and_its_own_text_is_none(monkeypatc
     rows = int8(torch.cat([encode_rows(model, [s]) for s in part.sequences])).detach()
     number = [[f"{row} {k}" for k in range(len(hard[row]))] for row in order]
     number[order.index(2)][1], number[order.index(1)][0] = "q4", "d3"
-    none = [(f"q{row}", f"d{row}") for row in order]
-    hard_D = rows[10:].split(list(map(len, number)))
     terms = []
-    for q_D, d_D, own in zip(rows[:5], rows[5:10], none):
-        left = [
-            x_D for texts, part_KD in zip(number, hard_D) for t, x_D in zip(texts, part_KD) if t not in own
-        ]
+    for row, q_D, d_D in zip(order, rows[:5], rows[5:10]):
+        others = zip(chain(*number), rows[10:])
+        left = [x_D for text, x_D in others if text not in (f"q{row}", f"d{row}")]
         s_X = torch.cosine_similarity(q_D, torch.stack([d_D, *rows[5:10], *left])) / stage.config.temperature
         terms.append(float(s_X[1:].logsumexp(0) - s_X[0]))
     assert step(stage, model, [part])[0] == pytest.approx(fmean(terms), rel=1e-5)
@@ -240,50 +232,38 @@ def test_each_query_has_the_negatives_it_has_and_its_own_text_is_none(monkeypatc
 @pytest.mark.parametrize("name", ["pair", "cde", "qwen3"])
 def test_look_alikes_and_their_filter_are_used_where_the_config_says_so(name):
     """Without either, batches and losses are those of before; the filter takes terms from the loss."""
-    found = {}
-    for size, margin in ((0, -1.0), (4, -1.0), (0, 0.0), (4, 0.0), (0, 9.0)):
-        stage = tiny_stages.stage(name, cluster_size=size, filter_margin=margin, steps=4)
+    rows, nats = {}, {}
+    for case in ((0, -1.0), (4, -1.0), (0, 0.0), (4, 0.0), (0, 9.0)):
+        stage = tiny_stages.stage(name, cluster_size=case[0], filter_margin=case[1], steps=4)
         model = tiny_stages.model(name)
-        losses = [step(stage, model, stage.batch(number))[0] for number in range(4)]
-        found[size, margin] = [(name, rows.tolist()) for name, rows in map(stage.plan, range(4))], losses
-    random, unfiltered = found[0, -1.0]
-    assert found[0, 0.0][0] == found[0, 9.0][0] == random
-    assert found[4, 0.0][0] == found[4, -1.0][0] != random
-    assert found[0, 9.0][1] == unfiltered  # a margin that nothing exceeds
+        nats[case] = np.array([step(stage, model, stage.batch(number))[0] for number in range(4)])
+        rows[case] = [(name, drawn.tolist()) for name, drawn in map(stage.plan, range(4))]
+    assert rows[0, 0.0] == rows[0, 9.0] == rows[0, -1.0] != rows[4, -1.0] == rows[4, 0.0]
+    assert (nats[0, 9.0] == nats[0, -1.0]).all()  # a margin that nothing exceeds
     for size in (0, 4):
-        assert all(np.less_equal(found[size, 0.0][1], found[size, -1.0][1]))
-        assert sum(found[size, 0.0][1]) < sum(found[size, -1.0][1])
-
-
-def test_a_contextual_step_weighs_its_terms_as_configured():
-    options = {"temperature": 0.05, "alpha": 0.6, "margin": 0.01}
-    stage, model = tiny_stages.stage("contextual", **options), tiny_stages.model("contextual")
-    [batch] = stage.batch(0)
-    q, *parts = batch.split(torch.cat([encode_rows(model, [s]) for s in batch.sequences]))
-    where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": batch.mask_MC}
-    options |= where | {"beta": stage.config.beta_start}
-    prefixes = [[int8(x)[..., :d] for x in (q, *parts)] for d in stage.config.dimensions]
-    loss = sum(losses.contextual_loss(*vectors, **options) for vectors in prefixes) / len(prefixes)
-    assert_same(step(stage, model, [batch]), backpropagated(loss, model))
+        assert (nats[size, 0.0] <= nats[size, -1.0]).all()
+        assert (nats[size, 0.0] < nats[size, -1.0]).any()
 
 
 @pytest.mark.parametrize("late_chunking", [True, False])
-def test_the_contextual_stage_computes_the_objective_that_is_configured(late_chunking):
-    """InSeNT on the codes, at each Matryoshka prefix, without the document-level term; on chunks read in
+@pytest.mark.parametrize("objective", ["pplx", "insent"])
+def test_a_contextual_step_computes_the_objective_that_is_configured(objective, late_chunking):
+    """On the codes, at each Matryoshka prefix; InSeNT without the document-level term; on chunks read in
     their document, or alone."""
-    stage = tiny_stages.stage("contextual", objective="insent", alpha=0.3, temperature=0.05)
+    options = {"temperature": 0.05, "alpha": 0.6, "margin": 0.01}
+    stage = tiny_stages.stage("contextual", objective=objective, **options)
     stage.job = replace(stage.job, late_chunking=late_chunking)
-    model = tiny_stages.model("contextual")
-    [batch] = stage.batch(0)
+    model, [batch] = tiny_stages.model("contextual"), stage.batch(0)
     alone = [TokenSequence(chunk) for i in stage.plan(0)[1] for chunk in stage.data["one"][i].chunks]
     texts = batch.sequences if late_chunking else batch.sequences[: len(batch.document_N)] + alone
-    q, chunks, _ = batch.split(torch.cat([encode_rows(model, [s]) for s in texts]))
+    parts = batch.split(torch.cat([encode_rows(model, [s]) for s in texts]))
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": batch.mask_MC}
-    where |= {"lam": 0.3, "temperature": 0.05}
-    losses = [insent_loss(int8(q)[:, :d], int8(chunks)[..., :d], **where) for d in stage.config.dimensions]
-    insent = step(stage, model, [batch])
-    assert_same(insent, backpropagated(sum(losses) / len(losses), model))
-    assert step(tiny_stages.stage("contextual"), model, [batch])[0] != insent[0]
+    loss_of, options = losses.contextual_loss, options | {"beta": stage.config.beta_start}
+    if objective == "insent":
+        parts, loss_of, options = parts[:2], losses.insent_loss, {"lam": 0.6, "temperature": 0.05}
+    prefixes = [[int8(x)[..., :d] for x in parts] for d in stage.config.dimensions]
+    loss = sum(loss_of(*vectors, **where, **options) for vectors in prefixes) / len(prefixes)
+    assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 
 @pytest.mark.parametrize("late_chunking", [True, False])
@@ -301,7 +281,8 @@ def test_late_interaction_trains_the_vectors_of_tokens(late_chunking):
     q_NLD, chunks_XKD = (pad_sequence(x, True) for x in (found[: batch.count], chunks))
     chunks_MCKD = pad_sequence(chunks_XKD.split(counts), True)
     where = {"document_N": batch.document_N, "gold_N": batch.gold_N, "chunk_mask_MC": mask_MC}
-    loss = insent_loss(q_NLD, chunks_MCKD, **where, lam=0.3, temperature=0.05, similarity=mean_maxsim)
+    options = {"lam": 0.3, "temperature": 0.05, "similarity": losses.mean_maxsim}
+    loss = losses.insent_loss(q_NLD, chunks_MCKD, **where, **options)
     assert_same(step(stage, model, [batch]), backpropagated(loss, model))
 
 

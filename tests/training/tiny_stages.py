@@ -53,8 +53,8 @@ def model(name):
 
 def pairs(count, *, keys=None, negatives=0, seed=0):
     texts = tiny.sequences(count, seed=seed, longest=8), tiny.sequences(count, seed=seed + 1, longest=12)
-    hard = tiny.sequences(count * negatives, seed=seed + 2, longest=12)
-    hard = [hard[i * negatives : (i + 1) * negatives] for i in range(count)] if negatives else None
+    hard = iter(tiny.sequences(count * negatives, seed=seed + 2, longest=12))
+    hard = [[next(hard) for _ in range(negatives)] for _ in range(count)] if negatives else None
     numbers = np.arange(count * (3 + negatives))  # all texts differ
     own = numbers[: 3 * count].reshape(3, count).T.copy()
     own[:, 0] = -1 - (np.arange(count) if keys is None else np.unique(keys, return_inverse=True)[1])
@@ -80,22 +80,20 @@ def stage(name, data=None, kind=None, **changes):
     """A stage with some values of its own, on random tokens or on the rows given; `kind` is another class
     than its section's."""
     settings = config(name, **changes)
-    if name in ("ar", "diffusion"):
-        made = {"data": np.random.default_rng(0).integers(4, 300, (20, 16)).astype(np.int32)}
-    elif name == "contextual":
-        made = {"data": {"one": tiny.Distinct(documents(9))}, "stored": SimpleNamespace(end=0)}
-    elif name in ("pair", "cde"):
-        made = {"data": {"one": pairs(12), "two": pairs(9, seed=7)}}
-    else:
-        made = {"data": {"one": pairs(12, negatives=settings.negatives)}}
-    made |= {"data": data} if data else {}
-    if getattr(settings, "looks_around", False):
-        made["neighbours"] = {key: neighbours(rows, settings) for key, rows in made["data"].items()}
+    if data is None and name in ("ar", "diffusion"):
+        data = np.random.default_rng(0).integers(4, 300, (20, 16)).astype(np.int32)
+    elif data is None and name == "contextual":
+        data = {"one": tiny.Distinct(documents(9))}
+    elif data is None and name in ("pair", "cde"):
+        data = {"one": pairs(12), "two": pairs(9, seed=7)}
+    data = {"one": pairs(12, negatives=settings.negatives)} if data is None else data
     preset = replace(_PRESET, **{name: settings})
     # Groups that are named have no curriculum.
-    own = (kind or KINDS[name])(preset, None, tiny.tokenizer(), section=name, only=["english"])
-    vars(own).update(mask_token_id=MASK_ID, answers=ANSWERS, **made)
-    return own
+    made = (kind or KINDS[name])(preset, None, tiny.tokenizer(), section=name, only=["english"])
+    vars(made).update(data=data, mask_token_id=MASK_ID, answers=ANSWERS, stored=SimpleNamespace(end=0))
+    if getattr(settings, "looks_around", False):
+        made.neighbours = {key: neighbours(rows, settings) for key, rows in data.items()}
+    return made
 
 
 def step(stage, model, batch):
@@ -120,48 +118,27 @@ def assert_same(found, expected):
 def difference(found, expected):
     """Of gradients, in parts of their norm."""
     assert found.keys() == expected.keys()
-    error = torch.stack([(found[key] - own).norm() for key, own in expected.items()]).norm()
-    return error / torch.stack([own.norm() for own in expected.values()]).norm()
+    one, two = (torch.cat([gradients[key].flatten() for key in expected]) for gradients in (found, expected))
+    return (one - two).norm() / two.norm()
 
 
 class Interrupted(Exception):
     pass
 
 
-def stop_at(step):
-    """A report that ends a training once a step is reported."""
-
-    def report(row):
-        if row.get("step") == step:
-            raise Interrupted
-
-    return report
-
-
 class Reported(Watch):
-    """Keeps what is reported; ends a training once a step is reported, if it is told to."""
+    """Keeps what is reported; once a step is, it ends the training, or sends a signal to its own process."""
 
-    def __init__(self, stop=None, **options):
+    def __init__(self, stop=None, number=None, **options):
         super().__init__(curve=False, **options)
-        self.rows, self.stop = [], stop
+        self.rows, self.stop, self.number = [], stop, number
 
     def __call__(self, row):
         super().__call__(row)
         self.rows.append(row)
         if self.stop is not None and row.get("step") == self.stop:
-            raise Interrupted
-
-
-class Told(Reported):
-    """Sends a signal to its own process once a step is reported."""
-
-    def __init__(self, number, step):
-        super().__init__()
-        self.number, self.step = number, step
-
-    def __call__(self, row):
-        super().__call__(row)
-        if row.get("step") == self.step:
+            if self.number is None:
+                raise Interrupted
             os.kill(os.getpid(), self.number)
 
 
@@ -175,6 +152,5 @@ def mined(folder, count=3):
 def on_the_corpus(section: str, start, *, kind: type[Stage] | None = None, **more) -> Stage:
     """A stage of a few steps of four rows, which reads the corpus of a few sentences."""
     short = {"steps": 2, "batch": 4, "warmup": 0, "decay": 0, "precision": "fp32", "checkpoint_seconds": 10}
-    tokenizer = backbone.load_tokenizer(start)
-    make = kind or KINDS[section]
-    return make(_PRESET, open_corpus(_PRESET.data), tokenizer, section=section, **short | more)
+    corpus, tokenizer = open_corpus(_PRESET.data), backbone.load_tokenizer(start)
+    return (kind or KINDS[section])(_PRESET, corpus, tokenizer, section=section, **short | more)

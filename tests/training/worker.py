@@ -20,7 +20,6 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent / "lib"), str(TESTS), str(TESTS / "training")]
 
 import tiny_stages  # noqa: E402
-from tiny_stages import Interrupted  # noqa: E402
 
 from unmask.training import loop  # noqa: E402
 from unmask.training.distributed import ALONE, Distributed  # noqa: E402
@@ -31,12 +30,8 @@ CASES = {
     "diffusion": {"batch": 11, "token_budget": 16, "cut_fraction": 0.3},
     "frozen": {"stage": "diffusion", "batch": 11, "token_budget": 16, "freeze_embeddings": True},
     "pair": {"batch": 9, "token_budget": 20},
-    "kept": {
-        "stage": "pair",
-        "batch": 9,
-        "token_budget": 20,
-        "keep_tokens": 45,
-    },  # of one process more fit than of the other
+    # Of one process more fit than of the other.
+    "kept": {"stage": "pair", "batch": 9, "token_budget": 20, "keep_tokens": 45},
     "contextual": {"batch": 5, "token_budget": 20},
     "insent": {"stage": "contextual", "objective": "insent", "batch": 5, "token_budget": 20},
     "triplet": {"batch": 7, "token_budget": 20, "accumulation": 2},
@@ -53,32 +48,31 @@ STRATEGIES = ("ddp", "fsdp2")
 BEGUN = [("ddp", "pair"), ("fsdp2", "cde"), ("ddp", "frozen"), ("fsdp2", "frozen")]  # trainings
 
 
-def compute(case, processes=ALONE):
-    """Metrics and whole gradients of one step."""
+def stage_of(case):
     settings = dict(CASES[case])
     name = settings.pop("stage", case)
-    stage, model = tiny_stages.stage(name, **settings), tiny_stages.model(name)
+    return tiny_stages.stage(name, **settings), tiny_stages.model(name)
+
+
+def compute(case, processes=ALONE):
+    """Metrics and whole gradients of one step."""
+    stage, model = stage_of(case)
     forward, _ = loop.equip(stage, model, processes)
     row = stage.backward(forward, stage.batch(3), processes)
     processes.sum_gradients(model)
-    gradients = {}
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            gradient = parameter.grad
-            gradients[key] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).cpu()
-    return {"loss": float(row["loss"]), "tokens": row["tokens"]}, gradients
+    sums = {key: weight.grad for key, weight in model.named_parameters() if weight.requires_grad}
+    whole = {key: x.full_tensor() if hasattr(x, "full_tensor") else x for key, x in sums.items()}
+    return {"loss": float(row["loss"]), "tokens": row["tokens"]}, {key: x.cpu() for key, x in whole.items()}
 
 
-def train_stage(name, folder, processes=ALONE, stop_at=None):
+def train_stage(case, folder, processes=ALONE, stop_at=None):
     """A training of eight steps; the model and what was reported first."""
-    settings = dict(CASES[name])
-    name = settings.pop("stage", name)
-    seen, stage, model = [], tiny_stages.stage(name, **settings), tiny_stages.model(name)
+    seen, (stage, model) = [], stage_of(case)
     whole, done = stage.backward, count()
 
     def backward(*arguments):
         if next(done) == stop_at:
-            raise Interrupted
+            raise tiny_stages.Interrupted
         return whole(*arguments)
 
     stage.backward = backward
@@ -98,7 +92,7 @@ def main(rank, out, port):
             save_file(gradients, folder / f"{case}-{rank}.safetensors")
             (folder / f"{case}-{rank}.json").write_text(json.dumps(facts))
         for case in [case for how, case in BEGUN if how == strategy]:
-            with suppress(Interrupted):
+            with suppress(tiny_stages.Interrupted):
                 train_stage(case, folder / case, processes, stop_at=5)
 
 

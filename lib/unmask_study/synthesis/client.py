@@ -68,10 +68,10 @@ def ask(config: EndpointConfig, journal: Path, requests: Sequence[Messages], for
         raise EndpointError(config, f"no request has a reply ({', '.join({*failures.values()})})")
     texts = _read(journal) if missing else texts
     parsed = [_parse(texts.get(key, ""), form) for key in keys]
-    unusable = [failures.get(key, "bad reply") for key, reply in zip(keys, parsed) if reply is None]
+    unusable = Counter(failures.get(key, "bad reply") for key, reply in zip(keys, parsed) if reply is None)
     if unusable:
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in Counter(unusable).most_common())
-        print(f"{config.section}: no usable reply to {len(unusable)} of {len(keys)} requests ({reasons})")
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in unusable.most_common())
+        print(f"{config.section}: no usable reply to {unusable.total()} of {len(keys)} requests ({reasons})")
     return parsed
 
 
@@ -106,7 +106,7 @@ def _send(config: EndpointConfig, journal: Path, requests: dict[str, Messages], 
     ):
         send = partial(_send_one, config, partial(client.chat.completions.create, **options), file)
         # After an error or an interrupt, only requests under way are waited for.
-        reasons = thread_map(send, *zip(*requests.items()), max_workers=config.concurrency, leave=False)
+        reasons = thread_map(send, requests, requests.values(), max_workers=config.concurrency, leave=False)
     return {key: reason for key, reason in zip(requests, reasons) if reason}
 
 

@@ -27,10 +27,8 @@ SHORTEST = 80  # characters; of less text there is little to ask
 NEIGHBOURS = 2  # chunks that are shown on either side
 LENGTHS = (5, 10, 20, 40)  # words; one is drawn for each query
 LONGEST = 20  # characters for each word that a query should have
-PROMPTS, PERSONAS = (
-    yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf8"))
-    for name in ("prompts", "personas")
-)
+_FILES = (Path(__file__).with_name(f"{name}.yaml") for name in ("prompts", "personas"))
+PROMPTS, PERSONAS = (yaml.safe_load(file.read_text(encoding="utf8")) for file in _FILES)
 
 
 class Choice(BaseModel, extra="forbid"):
@@ -61,10 +59,6 @@ class Task(NamedTuple):
         """The chunk."""
         return self.chunks[self.gold]
 
-    def persona(self, choice: Choice) -> str:
-        """The character that was chosen."""
-        return self.personas[choice.character - 1]
-
     @property
     def shown(self) -> dict[str, str]:
         """All the text that the model sees: the chunk and its neighbours, by tag."""
@@ -81,11 +75,13 @@ class Synthesis(NamedTuple):
         rows: as written to `path`.
         outcomes: "accepted", "duplicate", "dissimilar", "unusable" (no reply, or a bad one) and
             "invalid: reason" → number of queries; the sum is the number that was wanted.
+        similarities: the cosine of each query that has no flaw, accepted or dissimilar, with what was shown.
     """
 
     path: Path
     rows: list[dict[str, Any]]
     outcomes: dict[str, int]
+    similarities: list[float]
 
 
 def sample(items: Iterable, count: int, seed: int) -> list:
@@ -114,9 +110,9 @@ def draw_documents(
     """
 
     def lacking(chunks: Sequence[str]) -> list[int]:
-        once = Counter(chunks)  # of a chunk that is there twice, neither is the right one
-        fit = (len(chunk) >= SHORTEST and once[chunk] == 1 and chunk not in answered for chunk in chunks)
-        return [number for number, one in enumerate(fit) if one]
+        count = Counter(chunks)  # of a chunk that is there twice, neither is the right one
+        once = ((i, text) for i, text in enumerate(chunks) if count[text] == 1)
+        return [i for i, text in once if len(text) >= SHORTEST and text not in answered]
 
     fit, places = (list(chunks) for chunks in documents if len(chunks) > 1 and lacking(chunks)), []
     for chunks in sample(fit, config.documents, config.seed):
@@ -126,9 +122,7 @@ def draw_documents(
     return _tasks(places, embedder, config)
 
 
-def _tasks(
-    places: list[tuple[tuple[str, ...], int]], embedder: Encoder, config: SynthesisConfig
-) -> list[Task]:
+def _tasks(places: Sequence[tuple], embedder: Encoder, config: SynthesisConfig) -> list[Task]:
     """Makes a task of each chunk, with the personas that are most similar to it, the nearest first."""
     texts = [chunks[gold] for chunks, gold in places]
     scores_NP, tasks = unit(embedder.encode(texts)) @ unit(embedder.encode(PERSONAS)).T, []
@@ -142,22 +136,20 @@ def _tasks(
 
 def configuration_messages(task: Task) -> Messages:
     """The first request: which of the characters would look this passage up, and with what question?"""
-    numbered = "\n".join(f"{number}. {persona}" for number, persona in enumerate(task.personas, 1))
-    options = {
-        name: "\n".join(f"- {option}: {meaning}" for option, meaning in PROMPTS[name].items())
-        for name in ("types", "difficulties")
-    }
-    return _messages("choice", task, personas=numbered, **options)
+    values = {"personas": "\n".join(f"{i}. {persona}" for i, persona in enumerate(task.personas, 1))}
+    for name in ("types", "difficulties"):
+        values[name] = "\n".join(f"- {option}: {meaning}" for option, meaning in PROMPTS[name].items())
+    return _messages("choice", task, **values)
 
 
 def query_messages(task: Task, choice: Choice) -> Messages:
     """The second request: the query itself, as the chosen character would put it."""
-    kind, level = choice.type, choice.difficulty
-    values = {"persona": task.persona(choice), "language": task.language, "length": task.length}
-    values["type"] = f"{kind}, {PROMPTS['types'][kind]}"
-    values["difficulty"] = f"{level}, {PROMPTS['difficulties'][level]}"
-    values["contextual"] = PROMPTS["contextual"] if len(task.shown) > 1 else ""
-    return _messages("query", task, **values)
+    persona = task.personas[choice.character - 1]
+    values = {"persona": persona, "language": task.language, "length": task.length}
+    values["type"] = f"{choice.type}, {PROMPTS['types'][choice.type]}"
+    values["difficulty"] = f"{choice.difficulty}, {PROMPTS['difficulties'][choice.difficulty]}"
+    contextual = PROMPTS["contextual"] if len(task.shown) > 1 else ""
+    return _messages("query", task, contextual=contextual, **values)
 
 
 def _messages(name: str, task: Task, **values: Any) -> Messages:
@@ -177,14 +169,14 @@ def synthesize_pairs(
 
     Raises: as `client.ask`; ValueError without a task.
     """
-    accepted, outcomes = _accepted(tasks, embedder, config, folder / "pairs.journal")
+    accepted, *about = _accepted(tasks, embedder, config, folder / "pairs.journal")
     rows = [
         {"id": fingerprint(task.passage, task.language), "query": query, "document": task.passage}
-        | {"language": task.language, "persona": task.persona(choice), "type": choice.type}
+        | {"language": task.language, "persona": task.personas[choice.character - 1], "type": choice.type}
         | {"difficulty": choice.difficulty, "similarity": round(similarity, 4)}
         for task, choice, query, similarity in accepted
     ]
-    return Synthesis(_write(folder / "pairs.jsonl", rows), rows, outcomes)
+    return Synthesis(_write(folder / "pairs.jsonl", rows), rows, *about)
 
 
 def synthesize_documents(
@@ -197,14 +189,14 @@ def synthesize_documents(
 
     Raises: as `synthesize_pairs`.
     """
-    accepted, outcomes = _accepted(tasks, embedder, config, folder / "documents.journal")
+    accepted, *about = _accepted(tasks, embedder, config, folder / "documents.journal")
     rows = {}
     for task, _, query, _ in accepted:
         new = {"document_id": fingerprint(task.chunks), "chunks": task.chunks, "queries": [], "golds": []}
         row = rows.setdefault(task.chunks, new)
         row["queries"].append(query)
         row["golds"].append(task.gold)
-    return Synthesis(_write(folder / "documents.jsonl", rows.values()), [*rows.values()], outcomes)
+    return Synthesis(_write(folder / "documents.jsonl", rows.values()), [*rows.values()], *about)
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -213,11 +205,11 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 def _accepted(
     tasks: Sequence[Task], embedder: Encoder, config: SynthesisConfig, journal: Path
-) -> tuple[list[tuple[Task, Choice, str, float]], dict[str, int]]:
+) -> tuple[list[tuple[Task, Choice, str, float]], dict[str, int], list[float]]:
     """Has a query written for each task; accepts those without a flaw that resemble what the model was shown.
 
     Returns: of each accepted query its task, the choice, itself and its cosine with what was shown; and the
-        outcomes as in `Synthesis`.
+        outcomes and the similarities as in `Synthesis`.
     """
     if not tasks:
         raise ValueError(f"no passage of {SHORTEST} characters lacks a query: nothing to ask about")
@@ -234,11 +226,11 @@ def _accepted(
                 distinct[normalized(query)] = task, choice, query
     q_ND = unit(embedder.encode([query for *_, query in distinct.values()]))
     d_ND = unit(embedder.encode(["\n\n".join(task.shown.values()) for task, *_ in distinct.values()]))
-    rated = zip(distinct.values(), (q_ND * d_ND).sum(1).tolist(), strict=True)
+    rated = [*zip(distinct.values(), (q_ND * d_ND).sum(1).tolist(), strict=True)]
     accepted = [(*query, cosine) for query, cosine in rated if cosine >= config.min_similarity]
     outcomes["unusable"] = len(tasks) - len(distinct) - outcomes.total()
     outcomes.update(accepted=len(accepted), dissimilar=len(distinct) - len(accepted))
-    return accepted, dict((+outcomes).most_common())
+    return accepted, dict((+outcomes).most_common()), [cosine for _, cosine in rated]
 
 
 def _flaw(query: str, task: Task, others: Collection[str]) -> str:
