@@ -16,7 +16,7 @@ DEAF = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=Tr
 def test_a_child_is_asked_first_and_killed_when_its_time_is_up(deaf: bool) -> None:
     command = [sys.executable, "-c", DEAF] if deaf else ["sleep", "99"]
     child = subprocess.Popen(bound(command), stdout=subprocess.PIPE)
-    with ended_together(child, 0.5) as received:
+    with ended_together(child, 0.5, child.terminate) as received:
         if deaf:
             child.stdout.readline()
             signal.raise_signal(signal.SIGTERM)
@@ -30,7 +30,7 @@ def test_a_thread_may_have_a_child() -> None:
 
     def run() -> int:
         child = subprocess.Popen(["true"])
-        with ended_together(child, 9):
+        with ended_together(child, 9, child.terminate):
             child.wait()
         return child.returncode
 

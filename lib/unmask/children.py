@@ -72,11 +72,6 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def dying_together() -> dict[str, Any]:
-    """Options of `joblib.Parallel`: its workers die with this process."""
-    return {"initializer": die_with, "initargs": (os.getpid(),)}
-
-
 @contextlib.contextmanager
 def on_signal(handle: Callable[[signal.Signals], None], *numbers: signal.Signals) -> Iterator[None]:
     """Calls `handle` with every signal that asks to stop: these, by default SIGINT and SIGTERM. They come to
@@ -97,28 +92,27 @@ def on_signal(handle: Callable[[signal.Signals], None], *numbers: signal.Signals
 
 @contextlib.contextmanager
 def ended_together(
-    child: subprocess.Popen, grace: float, ask: Callable[[], None] | None = None
+    child: subprocess.Popen, grace: float, ask: Callable[[], None]
 ) -> Iterator[list[signal.Signals]]:
-    """Passes SIGTERM on to a child, once, and ends the child with the block.
+    """Passes SIGTERM on to a child, and ends the child with the block.
 
     Args:
         grace: seconds that the child gets for its own end.
-        ask: asks a child to end that would not hand SIGTERM on. Default: by SIGTERM.
+        ask: asks the child to end; may be called more than once.
     Yields: the signals that came.
     """
-    received, ask = [], ask or child.terminate
+    received = []
 
     def stop(number: signal.Signals) -> None:
         received.append(number)
-        if len(received) == 1:  # a second one would cut short torchrun's orderly end
-            ask()
+        ask()
 
     with on_signal(stop, signal.SIGTERM):
         try:
             yield received
         finally:
             try:
-                if child.poll() is None and not received:
+                if child.poll() is None:
                     ask()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(grace)

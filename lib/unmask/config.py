@@ -9,7 +9,6 @@ holds those of a program that builds on the library, whose `kind` of preset has 
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -84,19 +83,21 @@ class ComputeConfig(Section):
     gradient_checkpointing: bool = False  # keep one activation per layer and recompute the others
     compile: bool = False  # torch.compile of every layer; a minute or two on a GPU, before it pays
     checkpoint_seconds: Whole = 120  # between two: all that a kill costs; more where one takes over 4 s
-    keep_checkpoints: Count = 1  # the newest so many
 
     def memory(self, device: str) -> dict[str, int]:
-        """Returns the keys that bound memory; by default what fits a core's cache, or keeps a GPU busy."""
-        return {"token_budget": self.token_budget or (2_048 if device == "cpu" else 65_536)}
+        """Returns the keys that bound memory. By default a micro-batch fits a core's cache, or keeps a GPU
+        busy; and of `keep_tokens`, where a stage has them, it is one micro-batch, or four on a GPU."""
+        budget = self.token_budget or (2_048 if device == "cpu" else 65_536)
+        several = 0 if device == "cpu" else 4 * budget
+        keep = {"keep_tokens": self.keep_tokens or several} if hasattr(self, "keep_tokens") else {}
+        return {"token_budget": budget, **keep}
 
     def halved(self, device: str) -> dict[str, int]:
         """Returns `memory` with its largest number halved; nothing where micro-batches would be too small."""
         memory = self.memory(device)
         half = max(memory.values()) // 2
-        smallest = max(256, getattr(self, "length", 0))  # a block at least
         smaller = {key: min(tokens, half) for key, tokens in memory.items()}
-        return smaller if smaller["token_budget"] >= smallest else {}
+        return smaller if smaller["token_budget"] >= max(256, getattr(self, "length", 0)) else {}
 
 
 class TrainConfig(ComputeConfig):
@@ -155,13 +156,6 @@ class DiffusionConfig(PretrainConfig):
         if self.t_min > self.t_max:
             raise ValueError(f"t_min {self.t_min} lies above t_max {self.t_max}: no token can be masked")
 
-    @property
-    def masked_share(self) -> float:
-        """The mean of t: the share of the tokens that are masked."""
-        if self.log_uniform and self.t_min < self.t_max:
-            return (self.t_max - self.t_min) / math.log(self.t_max / self.t_min)
-        return (self.t_min + self.t_max) / 2
-
 
 class ContrastiveConfig(TrainConfig):
     """What every contrastive stage has: a batch whose rows are each other's negatives."""
@@ -170,12 +164,6 @@ class ContrastiveConfig(TrainConfig):
     temperature: Positive = 0.02
     margin: Annotated[float, Field(ge=0)] = 0.1  # negatives this much better than the positive are left out
     keep_tokens: Whole = 0  # of a step, embedded once, with all activations kept; 0: see `memory`
-
-    def memory(self, device: str) -> dict[str, int]:
-        """Returns what `ComputeConfig.memory` does, and `keep_tokens`: one micro-batch, or four on a GPU."""
-        memory = super().memory(device)
-        several = 0 if device == "cpu" else 4 * memory["token_budget"]
-        return memory | {"keep_tokens": self.keep_tokens or several}
 
 
 class PairConfig(ContrastiveConfig):
@@ -345,9 +333,8 @@ def stage_config(preset: Any, stage: str, changes: Mapping[str, Any]) -> Any:
     Raises: ConfigError, as `load_preset`.
     """
     config = getattr(preset, stage)
-    kind = TRAINED.get(stage, type(config))
-    values = {key: getattr(config, key) for key in kind.__dataclass_fields__}
-    return checked(kind, values | changes, f"{stage}.")
+    values = {key: getattr(config, key) for key in TRAINED[stage].__dataclass_fields__}
+    return checked(TRAINED[stage], values | changes, f"{stage}.")
 
 
 def resolved(config: Any) -> Any:
@@ -389,12 +376,19 @@ def _merged(base: Layer, changes: Layer) -> Layer:
 
 
 def _check_stage(preset: Preset, stage: str) -> None:
-    """Refuses a schedule that is longer than the training, which a study's shorter ones may be, and texts
-    that are longer than the model's positions: they would be read otherwise than they were trained."""
+    """Refuses a schedule that is longer than the training, which a study's shorter ones may be, and as
+    `check_lengths`."""
     config, where = getattr(preset, stage), f"preset {preset.name}: {stage}"
     scheduled = config.warmup + (config.decay if config.schedule == "wsd" else 0)
     if scheduled > config.steps:
         raise ConfigError(f"{where}: warmup + decay exceed steps ({scheduled} > {config.steps})")
-    length = max(getattr(config, key, 0) for key in ("length", "query_length", "document_length"))
-    if length > preset.backbone.max_length:
-        raise ConfigError(f"{where}: {length} tokens of a text exceed backbone.max_length")
+    check_lengths(config, preset.backbone.max_length, where)
+
+
+def check_lengths(config: TrainConfig, positions: int, where: str) -> None:
+    """Refuses texts that are longer than a model's positions: they would be read otherwise than they were
+    trained. 0 positions: any number."""
+    for key in ("length", "query_length", "chunk_length", "document_length"):
+        if 0 < positions < (length := getattr(config, key, 0)):
+            what = f"{where}.{key} is {length}, the model has {positions} positions"
+            raise ConfigError(f"{what} (backbone.max_length): lower it, or chunks and chunk_length")

@@ -29,12 +29,11 @@ from unmask.data.tokens import encode, end_token
 from unmask.evaluation.exam import Division, Exam, Row, divided
 from unmask.models import backbone
 from unmask.models.arguments import as_list
-from unmask.models.checkpoint import Settings, folder_of
+from unmask.models.checkpoint import folder_of
 from unmask.models.embedder import Embedder
 from unmask.schema import ConfigError, checked, explained
 from unmask.store import alone, fingerprint, nearest, new_directory, write_json
-from unmask.training import STAGES, TrainingStopped, Watch, train
-from unmask.training.stages import Stage
+from unmask.training import STAGES, Stage, TrainingStopped, Watch, train
 
 
 def _filled(text: str) -> str:
@@ -154,9 +153,8 @@ def _trained(
             raise
         raise TrainingStopped("told to stop; only with a folder is what it did kept: folder=…") from None
     embedder = Embedder.from_pretrained(checkpoint, mixed_precision=False)  # else it could not be saved
-    embedder.checkpoint, embedder.helped = checkpoint if stays else None, None
-    if exam:
-        embedder.helped = exam.report(before, embedder, checkpoint, watch)
+    embedder.checkpoint = checkpoint if stays else None
+    embedder.helped = exam.report(before, embedder, checkpoint, watch) if exam else None
     return embedder
 
 
@@ -199,7 +197,6 @@ class Start(NamedTuple):
 
     embedder: Embedder  # as it is measured before
     path: str
-    settings: Settings
     turned: bool  # whether it is made to read both sides
 
 
@@ -225,7 +222,7 @@ def _start(
     turned = causal and (settings.plain if bidirectional is None else bidirectional)
     if turned:
         backbone.make_bidirectional(embedder.model, embedder.tokenizer, "")
-    return Start(embedder, str(source), settings, turned)
+    return Start(embedder, str(source), turned)
 
 
 def _copied(embedder: Embedder) -> Embedder:
@@ -251,7 +248,8 @@ def _training(
     clusters = ClustersConfig(surrogate=start.path)
     recipe = SimpleNamespace(backbone=ready, clusters=clusters, parallel=processes, **{stage: config})
     corpus = _corpus(place, stage, division.training)
-    return STAGES[stage](recipe, corpus, tokenizer, bidirectional=start.turned, settings=start.settings)
+    reading = {"bidirectional": start.turned, "settings": start.embedder.settings}
+    return STAGES[stage](recipe, corpus, tokenizer, **reading)
 
 
 # --- values

@@ -208,6 +208,13 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def content_hash(path: Path) -> str:
+    """Returns a short hash of a file's or a folder's content; a name on the Hub as it is."""
+    if not path.exists():
+        return str(path)
+    return fingerprint([sha256(file) for file in (sorted(visible(path)) if path.is_dir() else [path])])
+
+
 def hash64(content: bytes) -> int:
     """Returns a number below 2⁶⁴ for some bytes, the same on every machine and in every version."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

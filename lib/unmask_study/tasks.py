@@ -30,8 +30,7 @@ from unmask.evaluation.tasks import Task, among_candidates, answers, copies, eva
 from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import INSTRUCTIONS, Embedder
 from unmask.models.reranker import Reranker
-from unmask.store import code_fingerprint, fingerprint
-from unmask.training.stages import content
+from unmask.store import code_fingerprint, content_hash, fingerprint
 from unmask_study.settings import EvaluationConfig
 
 Scores = dict[str, np.ndarray]  # task → nDCG@10 of each query
@@ -124,7 +123,7 @@ def assess(path: Path, tasks: list[Task], config: EvaluationConfig, *, late_chun
     A task without documents of chunks has the same scores with late chunking and without.
     """
     lengths = (config.query_length, config.document_length, config.chunk_length)
-    scores, embedder, weights = {}, cache(lambda: load(path, config)), content(path)
+    scores, embedder, weights = {}, cache(lambda: load(path, config)), content_hash(path)
 
     def compute(task: Task) -> np.ndarray:
         return evaluate(embedder(), [task], config, late_chunking=late_chunking)[task.name]

@@ -118,7 +118,7 @@ def measure(
     rows = [json.loads(line) for line in lines]
     rate = statistics.median(row["tokens"] / row["seconds"] for row in rows)
     tokens, (total, body) = sum(number * length for number, length in texts), parameters(preset)
-    paid = tokens * preset.diffusion.masked_share if name == "diffusion" else 0
+    paid = int(stage.batch(0).masked_BL.sum()) if name == "diffusion" else 0
     shape = preset.backbone
     attention = 4 * shape.layers * shape.heads * shape.head_size
     forward = sum(number * length * (2 * body + attention * length) for number, length in texts)

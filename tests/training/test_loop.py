@@ -223,7 +223,7 @@ def test_where_a_checkpoint_takes_long_there_are_fewer(tmp_path, monkeypatch):
     """One takes a second of the tests' clock, and is due after two; then after four times what it took."""
     saved = []
     monkeypatch.setattr(loop, "RARE", 4)
-    monkeypatch.setattr(loop, "save_checkpoint", lambda *arguments, keep: saved.append(arguments[3]))
+    monkeypatch.setattr(loop, "save_checkpoint", lambda *arguments: saved.append(arguments[3]))
     fit(tmp_path)
     assert saved == [2, 6]
 

@@ -68,7 +68,7 @@ def test_a_stage_trains_and_says_what_it_read(start, tmp_path, section, negative
 SHOWN = {
     "diffusion": r"^ *\d+% masked  .*▒",
     "pair": r"query     How is number .*written\?\ndocument  Number",
-    "contextual": r"document  │ Number .*\n +│ Then comes .*\n +└ query: What comes after",
+    "contextual": r"chunk  0  Number .*\nchunk  1  Then comes .*\nquery     What comes after .* \(chunk 1\)",
     "triplet": r"document  Number .*\nnegative  Number 7\?\nnegative  Number 8",
 }
 

@@ -20,7 +20,7 @@ from joblib import Parallel, cpu_count, delayed
 from tqdm.auto import tqdm
 
 from unmask import store
-from unmask.children import bound, dying_together
+from unmask.children import bound, die_with
 from unmask.config import DataConfig
 from unmask.data import corpus, registry, spelling
 from unmask.data import rows as source_rows
@@ -51,7 +51,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         made = [make(script, config) for script in _scripts(sources)]
         bar = tqdm(sources, "reading sources", leave=False, delay=2, unit="source")
         jobs = min(cpu_count(), len(sources) // 8 + 1)  # a process takes longer to start than a few save
-        tables = Parallel(jobs, **dying_together())(map(delayed(_table), bar))
+        tables = Parallel(jobs, initializer=die_with, initargs=(os.getpid(),))(map(delayed(_table), bar))
         store.write_json(path / "card.json", _card(path, sources, tables, made))
     return Corpus(path, config.families)
 

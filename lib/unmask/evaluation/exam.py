@@ -19,9 +19,8 @@ from unmask.data.tokens import ending
 from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25, probe
 from unmask.models.checkpoint import Settings
 from unmask.models.embedder import Embedder
-from unmask.training import Watch, probes, seconds_until
+from unmask.training import Stage, Watch, probes, seconds_until
 from unmask.training.launch import several
-from unmask.training.stages import Stage
 from unmask.training.watch import TENTHS
 
 Row = Mapping[str, Any]

@@ -27,9 +27,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save_checkpoint(
-    folder: Path, model: nn.Module, optimizer: Optimizer, step: int, processes: Distributed, *, keep: int = 1
+    folder: Path, model: nn.Module, optimizer: Optimizer, step: int, processes: Distributed
 ) -> Path:
-    """Writes CHECKPOINTS/step-N under a temporary name and renames it; all but the `keep` newest go.
+    """Writes CHECKPOINTS/step-N under a temporary name and renames it; older ones go.
 
     A full disk or a kill in between leaves the previous checkpoint as it was.
 
@@ -46,7 +46,7 @@ def save_checkpoint(
         dcp.save(_state(model, optimizer), storage_writer=writer)
     if processes.main:
         os.replace(temporary, path)
-        for old in checkpoints(folder)[:-keep]:
+        for old in checkpoints(folder)[:-1]:
             shutil.rmtree(old)
     processes.wait()
     return path

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import islice, zip_longest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,13 @@ from unmask.data.tokens import ending, join_chunks
 from unmask.extras import extra
 from unmask.losses.tensors import to_device
 from unmask.models import backbone, checkpoint
-from unmask.models.checkpoint import Settings
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import TokenSequence, owners
 from unmask.models.quantize import int8
-from unmask.store import fingerprint
+from unmask.store import content_hash, fingerprint
 from unmask.training.cache import cached_backward
 from unmask.training.distributed import Distributed
-from unmask.training.stages import TextStage, content
+from unmask.training.stages import TextStage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +125,17 @@ class Contrastive(TextStage):
         return part.weight * self.loss(rows_RD, part, temperature=self.config.temperature, queries=queries)
 
     def backward(self, module: nn.Module, parts: list[Batch], processes: Distributed) -> dict[str, Any]:
-        options = {"pooling": getattr(self.config, "pooling", "mean"), "processes": processes}
-        options |= self.config.memory(processes.device.type)
-        total = torch.zeros((), device=processes.device)
-        for part in parts:
-            loss = partial(self.part_of_loss, part, processes.slice(part.count))
-            total += cached_backward(module, part.sequences, loss, last=part is parts[-1], **options)
-        tokens = sum(len(sequence) for part in parts for sequence in part.sequences)
+        options = {"processes": processes, **self.config.memory(processes.device.type)}
+        total = sum(self.part_backward(module, part, last=part is parts[-1], **options) for part in parts)
+        tokens = sum(len(text) for part in parts for text in (*part.context, *part.sequences))
         pairs = sum(part.count for part in parts)
         return {"loss": processes.sum(total), "tokens": tokens, "pairs": pairs, "dataset": parts[0].dataset}
+
+    def part_backward(self, module: nn.Module, part: Batch, processes: Distributed, **options: Any) -> Tensor:
+        """Adds this process's share of a part's gradient, and returns its share of the loss."""
+        loss = partial(self.part_of_loss, part, processes.slice(part.count))
+        options |= {"pooling": getattr(self.config, "pooling", "mean"), "processes": processes}
+        return cached_backward(module, part.sequences, loss, **options)
 
     def facts(self, start: str) -> dict[str, Any]:
         return super().facts(start) | ({"special_tokens": True} if self.ends else {})
@@ -142,7 +143,8 @@ class Contrastive(TextStage):
     def save(self, model: nn.Module, path: Path, **options: Any) -> None:
         """Writes an embedder, in the layout of sentence-transformers; options as for `checkpoint.write`."""
         tokenizer = ending(self.tokenizer) if self.ends else self.tokenizer
-        checkpoint.save(path, model, tokenizer, Settings.of(self.facts(self.job.start)), **options)
+        settings = checkpoint.Settings.of(self.facts(self.job.start))
+        checkpoint.save(path, model, tokenizer, settings, **options)
 
 
 class Pair(Contrastive):
@@ -167,7 +169,7 @@ class Pair(Contrastive):
         if not name:
             raise ValueError("cluster_size and filter_margin need an embedder: set clusters.surrogate")
         path = Path(backbone.require_checkpoint(name))
-        return Surrogate(content(path), partial(surrogate_encoder, path), self.job.clusters)
+        return Surrogate(content_hash(path), partial(surrogate_encoder, path), self.job.clusters)
 
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
@@ -229,17 +231,13 @@ class Contextual(Contrastive):
     section = "contextual"
 
     def shown(self, step: int) -> Iterator[list[str]]:
-        """Each document with a line for each chunk, and with the queries at the chunks that answer them."""
-        [batch] = self.batch(step)
-        name, rows = self.plan(step)
-        texts = [self.text(query.tokens_L) for query in batch.sequences[: batch.count]]
+        """Each document's chunks and queries, and which chunk answers each."""
+        [batch], (name, rows) = self.batch(step), self.plan(step)
         for index, row in enumerate(rows):
-            lines, of_document_N = [], batch.document_N == index
-            for number, chunk in enumerate(self.data[name][row].chunks):
-                lines.append(f"{'document' if not number else '':9} │ {self.text(chunk)}")
-                answered = (of_document_N & (batch.gold_N == number)).nonzero().flatten()
-                lines += [f"{'':9} └ query: {texts[query]}" for query in answered]
-            yield lines
+            chunks = [f"chunk {i:2}  {self.text(x)}" for i, x in enumerate(self.data[name][row].chunks)]
+            places = (batch.document_N == index).nonzero().flatten().tolist()
+            texts = [(batch.gold_N[i], self.text(batch.sequences[i].tokens_L)) for i in places]
+            yield chunks + [f"query     {text} (chunk {gold})" for gold, text in texts]
 
     @cached_property
     def data(self) -> dict[str, TokenDocuments]:
@@ -325,13 +323,11 @@ def text_ids(sequences: Sequence[TokenSequence], key_R: Iterable[Any] | None = N
     Tokens are what the model reads: also of two texts that only begin alike and are cut, the vectors are
     equal.
     """
-    seen: dict[Any, int] = {}
-    numbers = []
-    for number, (text, key) in enumerate(zip_longest(sequences, [] if key_R is None else key_R)):
-        marks = [mark for mark in (key, text.tokens_L.tobytes()) if mark is not None]
-        first = min(seen.get(mark, number) for mark in marks)
-        numbers.append(first)
-        seen |= dict.fromkeys(marks, first)
+    tokens_R = [text.tokens_L.tobytes() for text in sequences]
+    seen, numbers = {}, []
+    for number, marks in enumerate(zip(tokens_R, tokens_R if key_R is None else key_R, strict=True)):
+        numbers.append(min(seen.get(mark, number) for mark in marks))
+        seen |= dict.fromkeys(marks, numbers[-1])
     return torch.tensor(numbers)
 
 

@@ -142,17 +142,13 @@ class Distributed:
     def sum_gradients(self, model: nn.Module) -> None:
         """Adds up the processes' gradients of a step, where FSDP2 has not done so. Those of embeddings, which
         are sparse on a CPU, become ordinary ones."""
-        parameters = trainable(model)
-        for parameter in parameters:
+        for parameter in trainable(model):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        if self.count > 1 and self.strategy != "fsdp2":
-            for parameter in parameters:
+            if self.count > 1 and self.strategy != "fsdp2":
                 if parameter.grad is None:  # nothing that this process read needs it
                     parameter.grad = torch.zeros_like(parameter)
-            under_way = [torch.distributed.all_reduce(p.grad, async_op=True) for p in parameters]
-            for reduction in under_way:
-                reduction.wait()
+                torch.distributed.all_reduce(parameter.grad)
 
 
 ALONE = Distributed()

@@ -86,15 +86,16 @@ def library_hash() -> str:
 def outside_code(stage: Stage) -> dict[str, str]:
     """The source of what a stage computes with and the library does not hold, by name: its classes, and what
     stands in the place of its methods or of a loss. What these call is not followed."""
-    members = {}
-    for kind in type(stage).__mro__:
-        if kind.__module__.partition(".")[0] not in ("unmask", "builtins"):
-            inner = {
-                name: one for name, one in vars(kind).items() if name[:2] != "__" or inspect.isfunction(one)
-            }
-            members |= {f"{kind.__qualname__}.{name}": value for name, value in inner.items()}
-    methods = {name for name in vars(stage) if inspect.isfunction(getattr(type(stage), name, None))}
-    members |= {name: vars(stage)[name] for name in methods}
+    kind = type(stage)
+    members = {
+        f"{one.__qualname__}.{name}": value
+        for one in kind.__mro__
+        if one.__module__.partition(".")[0] not in ("unmask", "builtins")
+        for name, value in vars(one).items()
+        if name[:2] != "__" or inspect.isfunction(value)
+    }
+    replaced = {name for name in vars(stage) if inspect.isfunction(getattr(kind, name, None))}
+    members |= {name: vars(stage)[name] for name in replaced}
     members |= {name: value for name, value in vars(losses).items() if value is not LOSSES.get(name)}
     return {name: source(value) for name, value in sorted(members.items())}
 

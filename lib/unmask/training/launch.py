@@ -49,11 +49,10 @@ def launch(job: Job, watch: Watch) -> None:
         TrainingStopped: it was told to stop, by SIGTERM or an interrupted cell; it is saved.
     """
     folder, parallel = Path(job.folder), job.parallel
-    for name in (LOG, ERROR):  # of an earlier try
-        (folder / name).unlink(missing_ok=True)
+    (folder / ERROR).unlink(missing_ok=True)  # of an earlier try
     stop = folder / f"stop-{os.getpid()}"  # srun and torchrun answer SIGTERM by killing: a file stands for it
     stop.unlink(missing_ok=True)
-    with (folder / LOG).open("a", encoding="utf8") as log:
+    with (folder / LOG).open("w", encoding="utf8") as log:
         options = {"env": _environment(parallel) | {STOP: str(stop)}, "stdout": log, "stderr": log}
         child = subprocess.Popen(_command(job), **options)
         with ended_together(child, grace_seconds(), stop.touch) as signals:

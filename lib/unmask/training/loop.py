@@ -35,7 +35,7 @@ from unmask.training.identity import home_of, identity
 from unmask.training.job import JOB
 from unmask.training.launch import STOP, TrainingStopped, launch, several
 from unmask.training.stages import Stage
-from unmask.training.watch import METRICS, Watch, history
+from unmask.training.watch import METRICS, Watch
 
 MILESTONES = "milestones"  # beside a checkpoint: what it was on its way
 DATA_REPORT = "data.json"  # beside a checkpoint: what its training read
@@ -148,10 +148,8 @@ def equip(stage: Stage, model: nn.Module, processes: Distributed) -> tuple[nn.Mo
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, gains of norms do not. What is frozen is left out."""
-    return [
-        {"params": [p for p in trainable(model) if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable(model) if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    matrices, gains = ([p for p in trainable(model) if (p.ndim >= 2) == kind] for kind in (True, False))
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": gains, "weight_decay": 0.0}]
 
 
 def steps(
@@ -236,9 +234,8 @@ class Progress:
             with (self.folder / METRICS).open("a", encoding="utf8") as log:
                 log.write(json.dumps(row) + "\n")
             self.report(row)
-        if isinstance(self.report, Watch) and self.report.due(row["step"]):
-            seconds = sum(row["seconds"] for row in history(self.folder / METRICS))
-            self.report.measure(self.model, row["step"], seconds)
+        if isinstance(self.report, Watch):
+            self.report.measure(self.model, row["step"])
         if done in self.stage.job.milestones:
             save(self.stage, self.model, self.folder / MILESTONES / f"step-{done:07d}", self.processes)
         more = done < self.stage.config.steps
@@ -258,11 +255,10 @@ class Progress:
 
     def checkpoint(self, done: int) -> None:
         """Writes a checkpoint; the longer it takes, the later the next one is due."""
-        began, config = monotonic(), self.stage.config
-        state, keep = (self.model, self.optimizer, done, self.processes), config.keep_checkpoints
-        self.last = save_checkpoint(self.folder, *state, keep=keep)
+        began, pause = monotonic(), self.stage.config.checkpoint_seconds
+        self.last = save_checkpoint(self.folder, self.model, self.optimizer, done, self.processes)
         self.saved = monotonic()
-        self.pause = config.checkpoint_seconds and max(config.checkpoint_seconds, RARE * (self.saved - began))
+        self.pause = pause and max(pause, RARE * (self.saved - began))
 
 
 def stop_requested(signals: Sequence[int], processes: Distributed) -> bool:
@@ -353,10 +349,8 @@ def run(stage: Stage, model: nn.Module, processes: Distributed, report: Report =
         save(stage, model, folder / "model", processes)
         if processes.main:
             finish(folder)
-        stop = torch.tensor(float(stop_requested(signals, processes)))
-        if processes.sum(
-            processes.to_device(stop)
-        ):  # too late to stop this training, but not what comes next
+        # Too late to stop this training, but not what comes next.
+        if processes.agreed(stop_requested(signals, processes)):
             raise TrainingStopped("told to stop; the training had just ended, and is saved")
 
 

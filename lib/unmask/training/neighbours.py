@@ -24,7 +24,7 @@ from unmask.models.context_encoder import ContextEmbedder, ContextualEncoder
 from unmask.models.embedder import INSTRUCTIONS, prompt
 from unmask.models.encoding import after_context, every_token, micro_batches
 from unmask.models.reranker import AROUND_DOCUMENT, answers, around_query, padded, taken
-from unmask.training.cache import cached_backward, cached_rows
+from unmask.training.cache import cached_rows
 from unmask.training.contrastive import Batch, Contextual, ContextualBatch, Pair, with_negatives
 from unmask.training.distributed import Distributed
 from unmask.training.pretraining import accumulate
@@ -93,21 +93,18 @@ class Cde(Pair):
     def module(self, model: ContextualEncoder) -> nn.ModuleList:
         return nn.ModuleList([model.first, model.second])
 
-    def backward(self, module: nn.ModuleList, parts: list[Batch], processes: Distributed) -> dict[str, Any]:
-        (first, second), [batch] = module, parts
-        memory = self.config.memory(processes.device.type)
-        options = {"token_budget": memory["token_budget"], "processes": processes}
-        documents_KD, push = cached_rows(first, batch.context, **options)
-        options |= memory
-        visible = processes.to_device(torch.from_numpy(batch.visible))
+    def part_backward(
+        self, module: nn.ModuleList, part: Batch, processes: Distributed, token_budget: int, **options: Any
+    ) -> Tensor:
+        (first, second), shared = module, {"processes": processes, "token_budget": token_budget}
+        documents_KD, push = cached_rows(first, part.context, **shared)
+        visible = processes.to_device(torch.from_numpy(part.visible))
         context_KD = documents_KD[visible].requires_grad_()
-        loss = partial(self.part_of_loss, batch, processes.slice(batch.count))
-        loss = cached_backward(second, batch.sequences, loss, context_KD=context_KD, **options)
+        loss = super().part_backward(second, part, context_KD=context_KD, **shared, **options)
         gradient_KD = torch.zeros_like(documents_KD)
         gradient_KD[visible] = context_KD.grad
         push(gradient_KD)
-        tokens = sum(map(len, [*batch.context, *batch.sequences]))  # slots are computed, so they count
-        return {"loss": processes.sum(loss), "tokens": tokens, "dataset": batch.dataset, "pairs": batch.count}
+        return loss
 
 
 class Qwen3(Pair):
@@ -173,12 +170,12 @@ class Reranking(TextStage):
         return {name: np.arange(len(pairs.queries)) for name, pairs in self.data.items()}
 
     def reading(self, group: str) -> tuple[Truncation, Truncation]:
-        around, tokenizer = around_query(INSTRUCTIONS[group]), self.stored.backend
-        query = Truncation(
-            self.config.query_length + taken(tokenizer, around), *around, escape_special_tokens=True
-        )
-        document = self.config.document_length + taken(tokenizer, AROUND_DOCUMENT)
-        return query, Truncation(document, *AROUND_DOCUMENT, escape_special_tokens=True)
+        def framed(length: int, around: tuple[str, str]) -> Truncation:
+            length += taken(self.stored.backend, around)
+            return Truncation(length, *around, escape_special_tokens=True)
+
+        query = framed(self.config.query_length, around_query(INSTRUCTIONS[group]))
+        return query, framed(self.config.document_length, AROUND_DOCUMENT)
 
     def batch(self, step: int) -> Prompts:
         name, rows = self.plan(step)

@@ -107,14 +107,11 @@ class Diffusion(Pretraining):
 
     def shown(self, step: int) -> Iterator[list[str]]:
         """A block with ▒ for each masked token, and the share that is masked."""
-        batch = self.batch(step)
+        batch, mask = self.batch(step), self.job.backbone.mask_token
         for tokens_L, masked_L, valid_L in zip(batch.tokens_BL, batch.masked_BL, batch.valid_BL):
-            tokens_L, masked_L = tokens_L[valid_L], masked_L[valid_L]
-            borders = (masked_L.diff().nonzero().flatten() + 1).tolist()
-            runs = zip(tokens_L.tensor_split(borders), masked_L.tensor_split(borders))
-            pieces = ["▒" * len(run) if masked[0] else self.tokenizer.decode(run) for run, masked in runs]
-            text = " ".join("".join(pieces).split())
-            yield [f"{masked_L.double().mean():4.0%} masked  {text[: 3 * WIDTH]}"]
+            tokens_L = tokens_L.masked_fill(masked_L, self.mask_token_id)[valid_L]
+            text = " ".join(self.tokenizer.decode(tokens_L).replace(mask, "▒").split())
+            yield [f"{masked_L[valid_L].double().mean():4.0%} masked  {text[: 3 * WIDTH]}"]
 
     @cached_property
     def mask_token_id(self) -> int:
@@ -164,11 +161,12 @@ def noise(tokens_BL: np.ndarray, config: DiffusionConfig, rng: np.random.Generat
     token has the same weight, one over the mean of t, and no single token can fill a step."""
     b, length = tokens_BL.shape
     share_B = (rng.permutation(b) + rng.random(b)) / b
-    if config.log_uniform:
-        t_B = config.t_min * (config.t_max / config.t_min) ** share_B
-        divisor_B = np.full(b, config.masked_share)
+    low, high = config.t_min, config.t_max
+    if config.log_uniform and low < high:
+        t_B = low * (high / low) ** share_B
+        divisor_B = np.full(b, (high - low) / math.log(high / low))  # the mean of t
     else:
-        t_B = divisor_B = config.t_min + (config.t_max - config.t_min) * share_B
+        t_B = divisor_B = low + (high - low) * share_B
     masked_BL = rng.random((b, length)) < t_B[:, None]
     cut_B = np.where(rng.random(b) < config.cut_fraction, rng.integers(2, length + 1, b), length)
     valid_BL = np.arange(length) < cut_B[:, None]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from unmask.config import GROUPS, ConfigError, TrainConfig, stage_config
+from unmask.config import GROUPS, TrainConfig, check_lengths, stage_config
 from unmask.data.batches import BatchPlan
 from unmask.data.corpus import Corpus
 from unmask.data.mining import cached_array, sample
@@ -27,7 +27,7 @@ from unmask.data.tokenize import Table, TokenPairs, token_pairs
 from unmask.data.tokens import PlainTokenizer, Truncation, end_token, special_tokens_around
 from unmask.models import backbone
 from unmask.models.encoding import TokenSequence
-from unmask.store import artifacts_root, fingerprint, sha256, visible
+from unmask.store import artifacts_root, content_hash, fingerprint
 from unmask.training.job import OPTIONS, Job
 
 WIDTH = 100  # characters of a text that `Stage.show` prints
@@ -99,7 +99,7 @@ class Stage:
 
     def inputs(self) -> dict[str, str]:
         """Hashes of files that the result depends on, beside the corpus."""
-        return {"mined": content(Path(self.job.mined))} if self.job.mined else {}
+        return {"mined": content_hash(Path(self.job.mined))} if self.job.mined else {}
 
     def show(self, step: int = 0, rows: int = 3) -> None:
         """Prints the first rows of a step's batch as text."""
@@ -124,11 +124,7 @@ class Stage:
         else:
             model = backbone.build(self.job.backbone, self.tokenizer, seed=self.config.seed)
         backbone.check_vocabulary(model.config, self.tokenizer)
-        positions = backbone.positions(model)
-        for key in ("length", "query_length", "document_length", "chunk_length"):
-            if 0 < positions < (length := getattr(self.config, key, 0)):
-                what = f"{self.job.section}.{key} is {length}, the model has {positions} positions"
-                raise ConfigError(f"{what}: set it to so many at most")
+        check_lengths(self.config, backbone.positions(model), self.job.section)
         if self.bidirectional or self.job.bidirectional:
             backbone.make_bidirectional(model, self.tokenizer, self.job.backbone.mask_token)
         model.start = str(start)
@@ -237,16 +233,7 @@ class TextStage(Stage):
         tables = self.tables("triplets")
         if path := self.job.mined:
             rows = Dataset.from_parquet(path, cache_dir=str(artifacts_root() / "data" / "datasets"))
-            names, file = np.asarray(rows["dataset"][:]), content(Path(path))
+            names, file = np.asarray(rows["dataset"][:]), content_hash(Path(path))
             for name in map(str, np.unique(names)):
                 tables[name] = self.table(name, rows.select(np.flatnonzero(names == name)), file)
         return tables
-
-
-def content(path: Path) -> str:
-    """Hash of a file's or a folder's content: on another machine the same training gives other weights, and
-    other scores."""
-    if not path.exists():  # a name on the Hub
-        return str(path)
-    files = sorted(visible(path)) if path.is_dir() else [path]
-    return fingerprint([sha256(file) for file in files])

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
 from time import monotonic
 from typing import Any
 
@@ -21,7 +22,7 @@ from unmask.store import write_atomic
 METRICS = "metrics.jsonl"  # in a training's folder: a line for each step
 PROBES = "probes.jsonl"  # and a line for each tenth of the steps, if something is measured meanwhile
 TENTHS = 10
-RARE = 30  # times what drawing takes: the least between two curves
+PAUSE = 5  # seconds between two curves, of which one takes a tenth
 Probe = Callable[[nn.Module], dict[str, float]]
 Bars = Mapping[str, float]
 
@@ -56,8 +57,7 @@ def seconds_until(rows: Sequence[dict[str, Any]], bar: float) -> float | None:
 
 def quality(row: dict[str, Any]) -> float:
     """The mean of a probe's values."""
-    values = [value for name, value in row.items() if name not in ("step", "seconds")]
-    return sum(values) / len(values)
+    return mean(value for name, value in row.items() if name not in ("step", "seconds"))
 
 
 class Watch:
@@ -99,9 +99,9 @@ class Watch:
         self.loss.append(row["loss"])
         self.bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
         self.bar.update()
-        if self.curve and (began := monotonic()) >= self.next:
+        if self.curve and monotonic() >= self.next:
             self.draw()
-            self.next = monotonic() + max(1.0, RARE * (monotonic() - began))
+            self.next = monotonic() + PAUSE
 
     def _begin(self, total: int, done: int) -> None:
         """Shows what an interrupted training has done already."""
@@ -124,13 +124,11 @@ class Watch:
                 if line.endswith(b"\n"):  # else half of it is written
                     self(json.loads(line))
 
-    def due(self, step: int) -> bool:
-        """Whether the model is to be measured after a step."""
-        last = [round(self.total * part / TENTHS) for part in range(1, TENTHS + 1)] if self.probe else []
-        return step + 1 in last
-
-    def measure(self, model: nn.Module, step: int, seconds: float) -> None:
-        """Measures the model, and logs what comes out."""
+    def measure(self, model: nn.Module, step: int) -> None:
+        """Measures the model after every tenth of the steps, and logs what comes out."""
+        if not self.probe or step + 1 not in [round(self.total * n / TENTHS) for n in range(1, TENTHS + 1)]:
+            return
+        seconds = sum(row["seconds"] for row in history(self.folder / METRICS))
         as_it_was = torch.random.fork_rng(devices=range(torch.cuda.device_count()))
         with as_it_was, torch.compiler.set_stance("force_eager"):
             row = {"step": step + 1, "seconds": seconds} | self.probe(copy.deepcopy(model))
@@ -156,11 +154,12 @@ class Watch:
 
     def _picture(self) -> bytes:
         with extra("study"):
+            import pandas as pd  # noqa: PLC0415
             from matplotlib.figure import Figure  # noqa: PLC0415
         figure = Figure(figsize=(6, 4.0 if self.probe else 2.2), layout="constrained")
         axes, *beneath = figure.subplots(2 if self.probe else 1, squeeze=False, sharex=True).flat
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
-        axes.plot(smoothed(self.loss), color="C0")
+        axes.plot(pd.Series(self.loss).ewm(alpha=0.1).mean(), color="C0")
         axes.set(ylabel="loss (nats)", xlim=(0, max(self.total, 2) - 1))
         for below in beneath:
             at = [row["step"] - 1 for row in self.probed]  # after this step, as the loss counts them
@@ -175,12 +174,3 @@ class Watch:
         file = io.BytesIO()
         figure.savefig(file, dpi=100)
         return file.getvalue()
-
-
-def smoothed(values: Sequence[float], share: float = 0.1) -> list[float]:
-    """Exponential moving average, each value of which counts only what came before: no start is zero."""
-    means, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = (1 - share) * total + value, (1 - share) * weight + 1
-        means.append(total / weight)
-    return means

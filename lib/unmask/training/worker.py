@@ -56,18 +56,14 @@ def main(path: Path) -> None:
         run(stage, model, processes)
     except Exception as error:
         stopped = isinstance(error, TrainingStopped)
-        _say(path.with_name(ERROR), f"{type(error).__name__}: {error}")  # first: the log may not be writable
+        # The first process that fails says why, before its log, which may not be writable.
+        if not (file := path.with_name(ERROR)).exists():
+            write_atomic(file, f"{type(error).__name__}: {error}")
         if not stopped:
             traceback.print_exc()
         raise SystemExit(PREEMPTED if stopped else 1) from None
     if torch.distributed.is_initialized():  # not where a launcher starts one process without torchrun
         torch.distributed.destroy_process_group()
-
-
-def _say(path: Path, text: str) -> None:
-    """The first process that fails says why: the others fail because it did."""
-    if not path.exists():
-        write_atomic(path, text)
 
 
 def _die_with_torchrun() -> None:
