@@ -96,14 +96,6 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
     for parameter in opposite.parameters():
         parameter.data.neg_()
     other = backbone.save(opposite, tiny.tokenizer(), tmp_path / "opposite", pooling="mean")
-    rounded = backbone.save(opposite.bfloat16(), tiny.tokenizer(), tmp_path / "rounded", pooling="mean")
-    for merge in (
-        lambda: slerp(one, other, 0.3, tmp_path / "m"),
-        lambda: slerp(one, rounded, 0.3, tmp_path / "m"),
-        lambda: slerp_all([one, other], tmp_path / "m"),
-    ):
-        with pytest.raises(ValueError, match=r"^embed_tokens\.weight of .* point opposite ways"):
-            merge()
     with pytest.raises(ValueError, match="weighted sum of the input tensors is zero"):
         copies = [Path(shutil.copytree(path, f"{path}-again")) for path in (one, other)]
         slerp_all([one, other, *copies], tmp_path / "m")

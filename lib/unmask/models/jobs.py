@@ -48,9 +48,8 @@ def encode_file(
         header, row_bytes = _header(none, count), none.shape[1] * none.itemsize
         files = [texts, *sorted(visible(Path(embedder.model.name_or_path)))]
         facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        partial = output.with_name(
-            f".{output.name}.{fingerprint(column, precision, dimensions, facts)}.partial"
-        )
+        job = fingerprint(column, precision, dimensions, facts)
+        partial = output.with_name(f".{output.name}.{job}.partial")
         for other in {*output.parent.glob(f".{glob.escape(output.name)}.*.partial")} - {partial}:
             other.unlink()
         with partial.open("ab") as file:
@@ -70,8 +69,7 @@ def encode_file(
 def _header(rows_ND: np.ndarray, count: int) -> bytes:
     """What an .npy file of `count` such rows begins with."""
     facts = np.lib.format.header_data_from_array_1_0(rows_ND) | {"shape": (count, rows_ND.shape[1])}
-    stream = io.BytesIO()
-    np.lib.format.write_array_header_1_0(stream, facts)
+    np.lib.format.write_array_header_1_0(stream := io.BytesIO(), facts)
     return stream.getvalue()
 
 

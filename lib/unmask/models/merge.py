@@ -9,7 +9,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -26,7 +25,6 @@ with extra("study"):
 
 # Of a configuration: what may differ between parents. Dropout may, too.
 FREE = {"_name_or_path", "architectures", "transformers_version", "dtype", "use_cache", "initializer_range"}
-NEARLY_ONE = 0.9995  # |cos θ| above which mergekit interpolates linearly
 
 
 def slerp(base: str | Path, other: str | Path, t: float, path: str | Path) -> Path:
@@ -35,13 +33,12 @@ def slerp(base: str | Path, other: str | Path, t: float, path: str | Path) -> Pa
 
         slerp(a, b; t) = sin((1 − t)·θ)/sin θ · a + sin(t·θ)/sin θ · b,   θ the angle between a and b
 
-    mergekit falls back to linear interpolation where |cos θ| > 0.9995; two opposite parents have many ways
-    between them, and are refused.
+    mergekit falls back to linear interpolation where |cos θ| > 0.9995.
 
     The result reads as its parents do. Where their lengths differ it takes the longer one, and says so.
 
     Raises: ValueError for a directory that is no checkpoint, a t outside of [0, 1], parents that differ in
-        something that changes vectors, by its name, parents that point opposite ways, an architecture that
+        something that changes vectors, by its name, an architecture that
         mergekit cannot merge, and if what it wrote is not a whole checkpoint (it returns normally even when
         it wrote no weights).
     """
@@ -72,9 +69,7 @@ def _merge(
     parents, path = _checked(given, Path(path)), Path(path)
     tokenizers = [*map(backbone.load_tokenizer, parents)]
     settings = [*map(settings_of, parents, tokenizers)]
-    _check_same_meaning(parents, tokenizers, settings)
-    if len(parents) == 2:
-        _check_angles(*parents)
+    _check_same_meaning(parents, [*map(_meaning, parents, tokenizers, settings)])
     facts |= {"stage": "merge", "plain": all(one.plain for one in settings)}
     facts = settings[0].facts | _longest(settings) | facts
     with new_directory(path) as folder:
@@ -104,16 +99,6 @@ def _checked(parents: Sequence[str | Path], path: Path) -> list[Path]:
         names = ", ".join(map(str, folders)) or "none"
         raise ValueError(f"{names} → {path}: name at least one parent, none twice, and another folder")
     return folders
-
-
-def _check_angles(one: Path, two: Path) -> None:
-    """Refuses two parents with tensors that point opposite ways; a pair at a time, of models that may not fit
-    into memory."""
-    weights = (backbone.load(parent, dtype="auto").named_parameters() for parent in (one, two))
-    for (name, a), (_, b) in zip(*weights, strict=True):
-        if torch.cosine_similarity(a.flatten().float(), b.flatten().float(), dim=0) < -NEARLY_ONE:
-            both = f"{name} of {one} and of {two}"
-            raise ValueError(f"{both} point opposite ways, and nothing says which way leads between them")
 
 
 def _run(recipe: dict[str, Any], path: Path, parents: list[Path]) -> None:
@@ -154,16 +139,13 @@ def _longest(settings: Sequence[Settings]) -> dict[str, int | None]:
         lengths = [getattr(one, key) for one in settings]
         longest[key] = None if None in lengths else max(lengths)
         if len({*lengths}) > 1:
-            *several, most = [str(one or "all positions") for one in (*lengths, longest[key])]
-            print(f"{key} is {', '.join(several)}: the merge has the longest, {most}")
+            print(f"{key} is {', '.join(map(str, lengths))}: the merge has the longest, {longest[key]}")
     return longest
 
 
-def _check_same_meaning(
-    parents: list[Path], tokenizers: list[PreTrainedTokenizerBase], settings: list[Settings]
-) -> None:
+def _check_same_meaning(parents: list[Path], meanings: list[dict[str, Any]]) -> None:
     """Refuses parents that differ in what gives weights and vectors their meaning."""
-    first, *others = map(_meaning, parents, tokenizers, settings)
+    first, *others = meanings
     for parent, other in zip(parents[1:], others, strict=True):
         if differ := sorted(key for key in first | other if first.get(key) != other.get(key)):
             what = f"{parents[0]} and {parent} have another {', '.join(differ)}"
@@ -174,8 +156,8 @@ def _meaning(parent: Path, tokenizer: PreTrainedTokenizerBase, settings: Setting
     """The tokenizer, the configuration, and how an embedder reads and pools."""
     config = backbone.load_config(parent)
     backbone.check_vocabulary(config, tokenizer)
-    values = {key: value for key, value in config.to_dict().items() if key not in FREE}
-    values = {key: value for key, value in values.items() if "dropout" not in key}
+    every = config.to_dict().items()
+    values = {key: value for key, value in every if key not in FREE and "dropout" not in key}
     values |= {"pooling": settings.pooling, "normalize": settings.normalize}
     values["prompts"] = {name: text for name, text in settings.prompts.items() if text}
     around = special_tokens_around(tokenizer) if settings.special_tokens else ()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unmask.extras import extra
-from unmask.models.checkpoint import READ_BACK, portable
+from unmask.models.checkpoint import portable
 from unmask.models.embedder import Embedder
 from unmask.models.encoding import POOLS
 from unmask.models.quantize import int8
@@ -25,16 +25,13 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
     - `sentence_embedding` (B, D) float32: pooled, of unit length if the embedder's are;
     - `int8` (B, D) int8: the codes ⌊127 · tanh(mean) + 1/2⌋, as from `Embedder.encode`.
 
-    Binary embeddings are the signs of `sentence_embedding`. The extra `onnx` has to be installed. Before the
-    directory gets its name, onnxruntime loads the file, unless the model is so large that `checkpoint.save`
-    would not read it back either.
+    Binary embeddings are the signs of `sentence_embedding`. The extra `onnx` has to be installed.
 
-    Raises: ValueError for a model that is not in float32, which onnxruntime would refuse; what it raises.
+    Raises: ValueError for a model that is not in float32, which onnxruntime would refuse.
 
     Source: pplx-embed, section 2.2.
     """
     with extra("onnx"):
-        import onnxruntime  # noqa: PLC0415
         import onnxscript  # noqa: F401, PLC0415 (torch's export needs it)
     if wrong := {str(x.dtype) for x in embedder.model.parameters()} - {"torch.float32"}:
         raise ValueError(f"the model has weights in {min(wrong)}: load it with mixed_precision=False")
@@ -54,8 +51,6 @@ def export_onnx(embedder: Embedder, path: str | Path) -> Path:
                 output_names=["token_embeddings", "sentence_embedding", "int8"],
                 dynamic_shapes=dict.fromkeys(names, any_size),
             )
-        if embedder.model.num_parameters() <= READ_BACK:
-            onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
     return path
 
 

@@ -4,7 +4,6 @@
 Legend: B prompts read together · L tokens · D dimensions · M documents.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.tokens import Truncation, encode
+from unmask.data.tokens import TokenSequence, Truncation, encode
 from unmask.models import backbone, checkpoint
 from unmask.models.arguments import as_list, check_counts, check_texts
-from unmask.models.attention import fast_attention
-from unmask.models.embedder import Embedder
-from unmask.models.encoding import micro_batches
+from unmask.models.embedder import Embedder, Reading, Unit
 
 # Of the released models.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -42,7 +39,7 @@ class Reranker:
     >>> reranker = Reranker.from_pretrained(path)                    # doctest: +SKIP
     >>> reranker.rerank("How do I open a file?", documents, top=10)  # doctest: +SKIP
 
-    Documents of similar length share a forward pass; what stands before them in all prompts is read once.
+    Prompts of similar length share a forward pass.
 
     Args:
         instruction: what documents are wanted for, in a sentence.
@@ -141,24 +138,20 @@ class Reranker:
         names = ["the query", *(f"document {number} of {len(documents)}" for number in range(len(documents)))]
         check_texts([query, *documents], names.__getitem__, empty=True)
         check_counts(query_length=query_length, document_length=document_length)
-        backend, longest = self.tokenizer.backend_tokenizer, self.reader.max_length
+        longest = self.reader.max_length
         around = around_query(self.instruction if instruction is None else instruction)
         head, tail = self._taken(around)
-        limit = min(head + (query_length or longest), longest - tail - 1)
-        (start_L,) = encode(
-            backend, [query], np.int32, Truncation(limit, *around, escape_special_tokens=True)
-        )
+        (start_L,) = self._ids([query], min(head + (query_length or longest), longest - tail - 1), around)
         limit = min(tail + (document_length or longest), longest - len(start_L))
-        ends = list(
-            encode(
-                backend, documents, np.int32, Truncation(limit, *AROUND_DOCUMENT, escape_special_tokens=True)
-            )
-        )
-        yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double()
-        odds_M = (self._last_vectors(start_L, ends).to(yes_D) @ (yes_D - no_D)).numpy(force=True)
-        if bad := np.flatnonzero(~np.isfinite(odds_M)).tolist():
-            raise ValueError(f"document {bad[0]} of {len(ends)}: the model returns NaN or infinity for it")
-        return odds_M
+        prompts = (np.concatenate([start_L, end_L]) for end_L in self._ids(documents, limit, AROUND_DOCUMENT))
+        units = (Unit(TokenSequence(ids), np.array([number])) for number, ids in enumerate(prompts))
+        last_MD = torch.from_numpy(self.reader.rows(Reading(units, "last", names[1:].__getitem__))[1])
+        yes_D, no_D = self.model.get_output_embeddings().weight[[self.yes, self.no]].double().cpu()
+        return (last_MD.double() @ (yes_D - no_D)).numpy(force=True)
+
+    def _ids(self, texts: list[str], limit: int, around: tuple[str, str]) -> list[np.ndarray]:
+        truncation = Truncation(limit, *around, escape_special_tokens=True)
+        return list(encode(self.tokenizer.backend_tokenizer, texts, np.int32, truncation))
 
     def _taken(self, around: tuple[str, str]) -> list[int]:
         """Tokens around the query and around the document.
@@ -170,22 +163,6 @@ class Reranker:
             prompt = f"the prompt has {least - 2} tokens without query and document"
             raise ValueError(f"max_length must be at least {least}, got {longest}: {prompt}")
         return counts
-
-    @torch.inference_mode()
-    def _last_vectors(self, start_L: np.ndarray, ends: Sequence[np.ndarray]) -> Tensor:
-        """The vector (M, D) of the last token of each prompt. The beginning, the same in all of them, is read
-        once, and each group of ends goes on from a copy of its keys and values."""
-        reader, last_MD = self.reader, torch.empty(len(ends), self.model.config.hidden_size)
-        with reader.autocast(), fast_attention(False):
-            begun = reader.model(padded([start_L])[0].to(reader.devices[0]), use_cache=True).past_key_values
-            for group in micro_batches([len(start_L) + len(end_L) for end_L in ends], reader.token_budget):
-                tokens_BL, last_B = padded([ends[i] for i in group])
-                cache = copy.deepcopy(begun)
-                cache.batch_repeat_interleave(len(group))
-                output = reader.model(tokens_BL.to(reader.devices[0]), past_key_values=cache)
-                hidden_BLD = output.last_hidden_state
-                last_MD[group] = hidden_BLD[torch.arange(len(group)), last_B].to(last_MD)
-        return last_MD
 
 
 def around_query(instruction: str) -> tuple[str, str]:
