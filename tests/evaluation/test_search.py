@@ -50,10 +50,10 @@ def same(found, expected):
     np.testing.assert_array_equal(found[1], expected[1])
 
 
-@pytest.fixture(params=[(3, 7), (64, 2**14)], ids=["tiny tiles", "one tile"])
+@pytest.fixture(params=[(3, 7, 9), (64, 2**14, 2**14)], ids=["tiny tiles", "one tile"])
 def tiling(request, monkeypatch):
-    """Queries and documents of a tile."""
-    for name, value in zip(("QUERIES", "DOCUMENTS"), request.param, strict=True):
+    """Queries and documents of a tile, documents of a tile of few queries."""
+    for name, value in zip(("QUERIES", "DOCUMENTS", "FOR_FEW"), request.param, strict=True):
         monkeypatch.setattr(search, name, value)
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModel
 import tiny
 import tiny_families
 from closeness import assert_close
-from unmask.models.attention import VARLEN, compile_layers, unpadded, unpadded_inputs
+from unmask.models.attention import VARLEN, compile_layers, plain_attention, unpadded, unpadded_inputs
 
 
 def rows(model, sequences):
@@ -59,6 +59,29 @@ def test_a_cpu_pads_in_float32_and_so_do_families_that_cannot_do_without():
     assert not unpadded(tiny.model())
     families = (tiny.model, tiny_families.gpt_neo, tiny_families.mistral)
     assert [unpadded(family(), inference=True) for family in families] == [True, False, False]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_plain_attention_computes_the_same(bidirectional, tmp_path):
+    """With and without padding, and the checkpoint does not ask for it."""
+    model = tiny.model(bidirectional=bidirectional)
+    expected = tiny.with_gradients(torch.cat(both_ways(model)), model)
+    plain_attention(model)
+    found = tiny.with_gradients(torch.cat(both_ways(model)), model)
+    assert_close(found, expected)
+    model.save_pretrained(tmp_path)
+    assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_plain_attention_reads_sequences_in_one_row_as_it_reads_each(bidirectional):
+    """Also their gradients; and in one of the row's forward passes nothing is padded but for attention."""
+    model, sequences = tiny.model(bidirectional=bidirectional), tiny.sequences(6, seed=3)
+    plain_attention(model)
+    assert unpadded(model)
+    weights = torch.randn(sum(map(len, sequences)), 32, generator=torch.Generator().manual_seed(0))
+    together, alone = (tiny.with_gradients(x * weights, model) for x in rows(model, sequences))
+    assert_close(together, alone)
 
 
 def test_compiled_layers_compute_the_same_with_two_graphs(monkeypatch):

@@ -6,6 +6,7 @@ documents of a tile · C candidates · X rows.
 """
 
 import warnings
+from functools import cache
 
 import faiss
 import numpy as np
@@ -17,7 +18,9 @@ from torch.nn.functional import normalize
 from unmask.data.batches import parts
 from unmask.data.mining import Ranking, Search
 
-QUERIES, DOCUMENTS = 256, 2**14  # of a tile
+QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache; a GPU takes more queries
+FEW, FOR_FEW = 4, 2**20  # queries whose search is as fast as documents can be read; documents of their tile
+ROWS = 1024  # rows whose norms are computed at once
 
 
 def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> Tensor:
@@ -43,14 +46,14 @@ def similarity(queries: Tensor | np.ndarray, documents: Tensor | np.ndarray) -> 
         >>> similarity(codes[:1], codes[1:])
         tensor([[1., 0.]])
     """
-    q_ND, d_MD = _values(queries), _values(documents)
+    q_ND, d_MD = values(torch.as_tensor(queries)), values(torch.as_tensor(documents))
     if not q_ND.ndim == d_MD.ndim == 2 or q_ND.shape[1] != d_MD.shape[1]:
         widths = f"got {tuple(q_ND.shape)} and {tuple(d_MD.shape)}"
         raise ValueError(f"similarity compares the rows of two matrices of one width, {widths}")
-    if q_ND.dtype == d_MD.dtype == torch.int8:
-        return _cosines(d_MD, q_ND).T
-    dtype = torch.promote_types(torch.promote_types(q_ND.dtype, d_MD.dtype), torch.float32)
-    return _unit(q_ND.to(dtype)) @ _unit(d_MD.to(dtype)).T
+    if q_ND.is_floating_point() or d_MD.is_floating_point():
+        dtype = torch.promote_types(torch.promote_types(q_ND.dtype, d_MD.dtype), torch.float32)
+        return _unit(q_ND.to(dtype)) @ _unit(d_MD.to(dtype)).T
+    return _cosines(d_MD, q_ND, _inverse_norms(d_MD)[:, None]).T
 
 
 def top_k(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> Ranking:
@@ -77,19 +80,21 @@ def index(d_MD: np.ndarray) -> Search:
     """A search over documents, to be asked often: `search(q_ND, k)`, as `top_k`.
 
     Everything is compared, N · M · D multiplications, on the GPU if there is one (packed bits: faiss, on the
-    CPU). Documents are used where they are. A score is computed from exact dot products of codes and rounded
-    once, so the same pair scores the same in any search.
+    CPU). Documents are used where they are; of codes, the inverse norms are kept. A score is computed from
+    exact dot products of codes and rounded once, so the same pair scores the same in any search.
 
     Raises: ValueError as `top_k`.
     """
     d_MD = np.asarray(d_MD)
     _check(d_MD, "documents")
+    inverse_M = _inverse_norms(_tensor(d_MD)) if d_MD.dtype == np.int8 else None
 
     def search(q_ND: np.ndarray, k: int) -> Ranking:
         q_ND = np.asarray(q_ND)
         _check_request(q_ND, d_MD, k)
-        nearest = _nearest_bits if d_MD.dtype == np.uint8 else _nearest
-        return tuple(x_NK.numpy() for x_NK in nearest(d_MD, q_ND, k))
+        count = min(k, len(d_MD))
+        packed = d_MD.dtype == np.uint8
+        return _nearest_bits(d_MD, q_ND, count) if packed else _nearest(d_MD, inverse_M, q_ND, count)
 
     return search
 
@@ -120,7 +125,22 @@ def two_step(
     ids_NC = np.sort(top_k(q_NB, d_MB, candidates)[1], axis=1)
     scores_NC = torch.cat([similarity(q[None], d_MD[ids]) for q, ids in zip(q_ND, ids_NC, strict=True)])
     _check(scores_NC.numpy(), "scores of the candidates")
-    return tuple(x_NK.numpy() for x_NK in _best(scores_NC.float(), torch.from_numpy(ids_NC), k))
+    return tuple(best.numpy() for best in _first(scores_NC.float(), torch.from_numpy(ids_NC), k))
+
+
+def best_of(scores_QT: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of each row, in order: scores and columns (Q, K). Of equal scores, the earlier is better.
+
+    `topk` takes any of equal scores; of all that reach the k-th best, a stable sort takes the first.
+
+    Args:
+        scores_QT: not NaN.
+    """
+    best = scores_QT.topk(min(k, scores_QT.shape[1]))
+    count = int((scores_QT >= best.values[:, -1:]).sum(dim=1).max())
+    ids_QC = best.indices if count == best.indices.shape[1] else scores_QT.topk(count).indices
+    ids_QC = ids_QC.sort().values
+    return _first(scores_QT.gather(1, ids_QC), ids_QC, k)
 
 
 def _check(x_XD: np.ndarray, name: str) -> None:
@@ -142,56 +162,61 @@ def _check_request(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> None:
         raise ValueError(f"queries have {said[0]}, documents {said[1]}: encode both in one precision")
 
 
-def _nearest(d_MD: np.ndarray, q_ND: np.ndarray, k: int) -> tuple[Tensor, ...]:
-    """Exact search, tile by tile: the best so far stand before the next documents."""
+def _nearest(d_MD: np.ndarray, inverse_M: Tensor | None, q_ND: np.ndarray, k: int) -> Ranking:
+    """Exact search, tile by tile: the best of each tile join the best so far."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    best = []
-    for q_QD in _tensor(q_ND).to(device).split(QUERIES):
-        scores_QK = ids_QK = torch.empty(len(q_QD), 0, dtype=torch.int64, device=device)
-        for part in parts(len(d_MD), DOCUMENTS):
-            scores_QT = similarity(q_QD, _tensor(d_MD[part]).to(device)).float()
-            ids_QT = torch.arange(part.start, part.stop, device=device).expand_as(scores_QT)
-            tile = torch.cat([scores_QK, scores_QT], dim=1), torch.cat([ids_QK, ids_QT], dim=1)
-            scores_QK, ids_QK = _best(*tile, k)
-        best.append((scores_QK.cpu(), ids_QK.cpu()))
-    return tuple(map(torch.cat, zip(*best, strict=True)))
+    unit = _unit if inverse_M is None else torch.as_tensor  # codes are scaled after the product
+    tiles = unit(_tensor(q_ND).to(device)).split(QUERIES if device.type == "cpu" else 32 * QUERIES)
+    best: list = [None] * len(tiles)
+    few = inverse_M is not None and len(q_ND) <= FEW and device.type == "cpu"  # a GPU copies its tile
+    for part in parts(len(d_MD), FOR_FEW if few else DOCUMENTS):
+        d_TD = unit(_tensor(d_MD[part]).to(device))
+        for tile, q_QD in enumerate(tiles):
+            if inverse_M is None:
+                scores_TQ = (d_TD @ q_QD.to(d_TD.dtype).T).float()
+            else:
+                scores_TQ = _cosines(d_TD, q_QD, inverse_M[part, None].to(device))
+            scores_QK, ids_QK = best_of(scores_TQ.T.contiguous(), k)
+            both = [one for one in (best[tile], (scores_QK, ids_QK + part.start)) if one]
+            best[tile] = _first(*(torch.cat(rows, dim=1) for rows in zip(*both, strict=True)), k)
+    return tuple(torch.cat(rows).cpu().numpy() for rows in zip(*best, strict=True))
 
 
-def _best(scores_QX: Tensor, ids_QX: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of each row, in order; equal scores as they come.
-
-    `topk` takes any of equal scores; of all that reach the k-th best, a stable sort takes the first.
-    """
-    worst_Q1 = scores_QX.topk(min(k, scores_QX.shape[1])).values[:, -1:]
-    columns_QC = scores_QX.topk(int((scores_QX >= worst_Q1).sum(dim=1).max())).indices.sort().values
-    order_QK = scores_QX.gather(1, columns_QC).sort(dim=1, descending=True, stable=True).indices[:, :k]
-    columns_QK = columns_QC.gather(1, order_QK)
-    return scores_QX.gather(1, columns_QK), ids_QX.gather(1, columns_QK)
+def _first(scores_QX: Tensor, ids_QX: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best, equal scores as they come."""
+    order_QK = scores_QX.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return scores_QX.gather(1, order_QK), ids_QX.gather(1, order_QK)
 
 
-def _nearest_bits(d_MB: np.ndarray, q_NB: np.ndarray, k: int) -> tuple[Tensor, ...]:
+def _nearest_bits(d_MB: np.ndarray, q_NB: np.ndarray, k: int) -> Ranking:
     """The search of packed bits, for which faiss counts and keeps the k best in one pass. Its heaps keep the
     lowest numbers of equal distances, and need only be put in order."""
-    best = faiss.knn_hamming(*map(np.ascontiguousarray, (q_NB, d_MB)), min(k, len(d_MB)))
-    distance_NK, ids_NK = map(torch.from_numpy, best)
-    ids_NK, order_NK = ids_NK.sort(dim=1)
-    return _best(1 - distance_NK.gather(1, order_NK).float() * (2 / (8 * q_NB.shape[1])), ids_NK, k)
+    distance_NK, ids_NK = faiss.knn_hamming(np.ascontiguousarray(q_NB), np.ascontiguousarray(d_MB), k)
+    order_NK = np.lexsort((ids_NK, distance_NK))
+    distance_NK, ids_NK = (np.take_along_axis(x_NK, order_NK, 1) for x_NK in (distance_NK, ids_NK))
+    return 1 - distance_NK.astype(np.float32) * np.float32(2 / (8 * q_NB.shape[1])), ids_NK
 
 
-def _cosines(d_TD: Tensor, q_QD: Tensor) -> Tensor:
-    """Cosines (T, Q) of int8 codes: exact dot products, scaled in float64 and rounded once to float32."""
-    both = d_TD, q_QD
+@cache
+def int_mm_is_exact() -> bool:
+    """Whether this processor multiplies INT8 matrices exactly: without VNNI instructions, sums overflow."""
+    largest = torch.full((32, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.T) == 64 * 127**2).all())
+
+
+def _cosines(d_TD: Tensor, q_QD: Tensor, inverse_T1: Tensor) -> Tensor:
+    """Cosines (T, Q) of int8 codes: exact dot products, scaled in float64 and rounded once to float32. With
+    documents as rows, the product and its maxima are fastest."""
+    d_TD, q_QD = (x.flatten().view(x.shape) for x in (d_TD, q_QD))  # a row alone may have stride 0
     if d_TD.is_cuda:
         exact = torch.float32 if d_TD.shape[1] * 128**2 <= 2**24 else torch.float64  # in any order of the sum
-        d_TD, q_QD = (x_XD.to(exact) for x_XD in both)
-        dots_TQ, squares = d_TD @ q_QD.T, [x_XD.square().sum(1) for x_XD in (d_TD, q_QD)]
+        dots_TQ = (d_TD.to(exact) @ q_QD.to(exact).T).double()
+    elif len(q_QD) <= FEW or q_QD.shape[1] == 1 or not int_mm_is_exact():  # of one dimension it makes garbage
+        dots = simsimd.cdist(d_TD.numpy(), q_QD.numpy(), "dot", threads=torch.get_num_threads())
+        dots_TQ = torch.from_numpy(np.asarray(dots))  # float64
     else:
-        d_TD, q_QD = (x_XD.numpy() for x_XD in both)
-        dots = simsimd.cdist(d_TD, q_QD, "dot", threads=torch.get_num_threads())
-        exact = dots, simsimd.dot(d_TD, d_TD), simsimd.dot(q_QD, q_QD)
-        dots_TQ, *squares = (torch.from_numpy(np.atleast_1d(x)) for x in exact)
-    inverse_T, inverse_Q = (x_X.double().sqrt().clamp(min=1).reciprocal() for x_X in squares)
-    return dots_TQ.double().mul_(inverse_T[:, None]).mul_(inverse_Q).float()
+        dots_TQ = torch._int_mm(d_TD, q_QD.T).double()
+    return dots_TQ.mul_(inverse_T1).mul_(_inverse_norms(q_QD)).float()
 
 
 def _unit(x_XD: Tensor) -> Tensor:
@@ -201,15 +226,23 @@ def _unit(x_XD: Tensor) -> Tensor:
     return normalize(normalize(x_XD, p=torch.inf, eps=torch.finfo(x_XD.dtype).tiny))
 
 
-def _values(embeddings: Tensor | np.ndarray) -> Tensor:
+def _inverse_norms(codes_XD: Tensor) -> Tensor:
+    """1 / Euclidean norm (X,), float64, of int8 codes; zero for zero vectors."""
+    norm_X = torch.empty(len(codes_XD), dtype=torch.float64, device=codes_XD.device)
+    for part in parts(len(codes_XD), ROWS):  # kept one by one, they would lie in each other's freed rows
+        norm_X[part] = codes_XD[part].double().norm(dim=1)
+    return norm_X.reciprocal().masked_fill(norm_X == 0, 0)
+
+
+def values(embeddings: Tensor) -> Tensor:
     """Embeddings as values: packed bits (uint8) become ±1, everything else stays."""
-    embeddings = torch.as_tensor(embeddings)
     if embeddings.is_floating_point() or embeddings.dtype == torch.int8:
         return embeddings
     if embeddings.dtype != torch.uint8:
         raise ValueError(f"embeddings are floats, int8 or uint8, got {embeddings.dtype}")
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=embeddings.device)
-    return (2 * ((embeddings[..., None] >> shifts) & 1).to(torch.int8) - 1).flatten(-2)
+    bits = (embeddings[..., None] >> shifts) & 1
+    return (2 * bits.to(torch.int8) - 1).flatten(-2)
 
 
 def _tensor(x_XD: np.ndarray) -> Tensor:

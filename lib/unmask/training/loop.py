@@ -27,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 from unmask.children import on_signal, settle
 from unmask.config import TrainConfig, resolved
 from unmask.models import backbone
-from unmask.models.attention import fast_attention
+from unmask.models.attention import fast_attention, plain_attention
 from unmask.store import alone, link, write_atomic, write_json
 from unmask.training.checkpoint import CHECKPOINTS, checkpoints, load_checkpoint, save_checkpoint
 from unmask.training.distributed import Distributed, full_weights, refresh, trainable
@@ -136,6 +136,8 @@ def equip(stage: Stage, model: nn.Module, processes: Distributed) -> tuple[nn.Mo
         model.get_input_embeddings().requires_grad_(False)
     if config.gradient_checkpointing:
         backbone.checkpoint_activations(model)
+    if processes.half and on_cpu:
+        plain_attention(model)
     for part in model.modules() if on_cpu and processes.strategy != "fsdp2" else ():
         if isinstance(part, nn.Embedding):  # else each micro-batch fills a gradient of the vocabulary's size
             part.sparse = True
