@@ -1,4 +1,4 @@
-"""Unmask: diffusion-pretrained dense and contextual text embeddings, from backbone to report."""
+"""Unmask: trains and serves text embedders, dense and contextual, pretrained by masked diffusion."""
 
 import os
 from importlib.metadata import version

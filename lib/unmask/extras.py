@@ -1,4 +1,4 @@
-"""What `pip install unmask` does not bring: packages, see pyproject.toml, and a compiler."""
+"""What `pip install .` does not bring: packages, see pyproject.toml, and a compiler."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Around imports of what `pip install unmask` does not bring: whoever lacks it reads which extra does."""
+    """Around imports of what `pip install .` does not bring: whoever lacks it reads which extra does."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,8 +1,8 @@
 """What a training stage is: a class that owns what it reads, the model it trains, its batches as pure
 functions of (seed, step), and its loss.
 
-To add one, write a class in `pretraining`, `contrastive`, `neighbours` or anywhere else, and give its values
-a section in `config.Preset` and the presets.
+To add one, write a class in `pretraining`, `contrastive`, `neighbours` or anywhere else. It takes the values
+of the stage that it subclasses, or of a section of its own in `config.Preset` and the presets.
 
 Shape suffixes: L tokens.
 """
