@@ -102,6 +102,12 @@ def test_every_import_is_declared_for_its_use() -> None:
             assert packages & allowed, f"{where}: {top} is not among its dependencies"
 
 
+def test_the_library_names_no_notebook() -> None:
+    named = re.compile(r"notebook \d|\b\d\d[a-z]?_[a-z]+")
+    for path in (ROOT / "lib" / "unmask").rglob("*.py"):
+        assert not named.search(path.read_text(encoding="utf8")), path
+
+
 def test_the_eight_that_the_recipe_is_made_of_are_installed() -> None:
     """With `make install` and with conda: both bring all extras."""
     eight = {"torch", "transformers", "accelerate", "datasets"}

@@ -232,7 +232,7 @@ class TripletConfig(ContrastiveConfig):
 class ClustersConfig(Section):
     """How rows that look alike are found, for every stage with a `cluster_size` or a `filter_margin`."""
 
-    surrogate: Place = ""  # an embedder: directory or Hub name; notebook 10 without one: the pair checkpoint
+    surrogate: Place = ""  # an embedder, directory or Hub name; the CDE study without one: the pair model
     iterations: Count = 100  # of k-means; CDE's
     attempts: Count = 3  # of k-means, of which the best counts; CDE's
 
