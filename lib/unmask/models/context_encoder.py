@@ -118,7 +118,7 @@ class ContextEmbedder(Embedder):
     """A contextual encoder, ready to embed: an `Embedder` that knows documents of the corpus. It pools by the
     mean over the text.
 
-    >>> embedder = ContextEmbedder.from_pretrained("artifacts/cpu/10_cde/context/model")  # doctest: +SKIP
+    >>> embedder = ContextEmbedder.from_pretrained("artifacts/context/model")  # doctest: +SKIP
     >>> embedder.with_context(some_documents).encode(["How do I open a file?"])            # doctest: +SKIP
 
     Queries and documents of one corpus are embedded in the same context. The context is embedded once, by

@@ -76,7 +76,7 @@ class Reading(NamedTuple):
 class Embedder:
     """A checkpoint, ready to embed.
 
-    >>> embedder = Embedder.from_pretrained("artifacts/cpu/05_merge/model")          # doctest: +SKIP
+    >>> embedder = Embedder.from_pretrained("artifacts/merged/model")               # doctest: +SKIP
     >>> embedder.encode(["How do I open a file?"]).dtype                              # doctest: +SKIP
     dtype('int8')
 

@@ -35,7 +35,7 @@ AROUND_DOCUMENT = (" ", TAIL)
 class Reranker:
     """A checkpoint, ready to say how well documents answer a query.
 
-    >>> path = "artifacts/cpu/11_qwen3_embedding/reranker/model"
+    >>> path = "artifacts/reranker/model"
     >>> reranker = Reranker.from_pretrained(path)                    # doctest: +SKIP
     >>> reranker.rerank("How do I open a file?", documents, top=10)  # doctest: +SKIP
 
