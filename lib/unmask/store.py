@@ -188,8 +188,9 @@ def _refill(path: Path, new: Path) -> None:
     old = {*filter(WEIGHTS.fullmatch, theirs)}
     if foreign := theirs - ours - old - {"lost+found"}:
         raise ValueError(f"{path} holds {min(foreign)}, which is of something else: name another folder")
-    for name in old if weights != [*old] else ():
-        (path / name).unlink()
+    if len(weights) > 1 or old != {*weights}:
+        for name in old:
+            (path / name).unlink()
     for name in [*ours.difference(weights), *weights]:
         if (path / name).is_dir():
             shutil.rmtree(path / name)
