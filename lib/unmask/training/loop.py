@@ -65,7 +65,7 @@ def optimize(
         lr = stage.config.lr * lr_factor(stage.config, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        # What is no number leaves weights and moments as they are, and no GPU waits for the answer.
+        # A loss or norm that is no number leaves weights and moments as they are.
         optimizer.found_inf = 1.0 - (row["loss"].float() + norm.float()).isfinite().float()
         optimizer.step()
         optimizer.zero_grad()
