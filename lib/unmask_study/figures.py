@@ -96,7 +96,7 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
         alpha: weight of a step in the average; that of the one before is 1 − alpha times as much. At least
             6 / steps, so over a third of the steps at most.
         runs: name → logged rows with "step" and "loss".
-        about: ylabel, title, and reference, for instance the loss of a uniform guess; see `_finished`.
+        about: ylabel, title, and reference, for instance the loss of a uniform guess; see `finished`.
     """
     figure, ax = axes()
     for (name, look), rows in zip(looks(runs).items(), runs.values(), strict=True):
@@ -106,7 +106,7 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
         label = f"{name} ({averages[-1]:.2f})"
         ax.plot(steps, averages, **look, markevery=max(1, len(rows) // 7), label=label)
     ax.xaxis.get_major_locator().set_params(integer=True)
-    return _finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
+    return finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
 
 
 def grouped_bars(table: Table, *, seeds: Mapping | None = None, **about: Any) -> Figure:
@@ -143,7 +143,7 @@ def grouped_bars(table: Table, *, seeds: Mapping | None = None, **about: Any) ->
     ax.tick_params(axis="x", length=0, rotation=45 * (len("".join(frame.index)) > 90))  # or they overlap
     ax.grid(axis="x", visible=False)
     ax.margins(x=0.01, y=0.1)
-    return _finished(figure, **about)
+    return finished(figure, **about)
 
 
 def effects(table: Mapping[str, Mapping[str, Sequence[float]]], **about: Any) -> Figure:
@@ -163,7 +163,7 @@ def effects(table: Mapping[str, Mapping[str, Sequence[float]]], **about: Any) ->
             _interval(ax, y, *effect, drawn, label=series)
     ax.axvline(0, color=INK, linewidth=1)
     _name_rows(ax, groups, len(groups))
-    return _finished(figure, **about)
+    return finished(figure, **about)
 
 
 def lines(
@@ -198,7 +198,7 @@ def lines(
         every = [point for x, y, *_ in series.values() for point in zip(x, y)]
         best = [p for p in every if not any(o != p and o[0] >= p[0] and o[1] >= p[1] for o in every)]
         ax.step(*zip(*sorted(best)), where="pre", color=GRID, linewidth=6, zorder=1, label="frontier")
-    _finished(figure, **about)
+    finished(figure, **about)
     if labels:  # clear of their points and of one another
         ax.margins(x=0.2, y=0.15)
         texts = [ax.text(x, y, text, fontsize=8, color=color, bbox=CLEAR) for x, y, text, color in labels]
@@ -214,7 +214,7 @@ def histograms(series: Mapping[str, Sequence[float]], *, bins: Any = 50, **about
     for (name, look), data in zip(looks(series).items(), series.values(), strict=True):
         color = {"facecolor": (look["color"], 0.3), "edgecolor": look["color"], "linewidth": 1.2}
         ax.hist(data, edges, density=True, histtype="stepfilled", label=name, **color)
-    return _finished(figure, **about)
+    return finished(figure, **about)
 
 
 def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **about: Any) -> Figure:
@@ -225,7 +225,7 @@ def horizontal_bars(values: Mapping[str, float], *, fmt: str = "{:,.0f}", **abou
     ax.xaxis.set_major_formatter("{x:,g}")
     ax.grid(axis="y", visible=False)
     ax.margins(x=0.12, y=0.02)
-    return _finished(figure, **about)
+    return finished(figure, **about)
 
 
 def beside(panels: Mapping, *, highlight: Sequence = (), baselines: Sequence = (), **about: Any) -> Figure:
@@ -255,7 +255,7 @@ def beside(panels: Mapping, *, highlight: Sequence = (), baselines: Sequence = (
             ax.plot(frame[series], y, **look[series] | {"linestyle": ""}, label=series)
         _name_rows(ax, list(frame.index), most)
         ax.set_title(name, fontsize=9.5)
-    return _finished(figure, **about)
+    return finished(figure, **about)
 
 
 def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
@@ -289,7 +289,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
         _name_rows(ax, rows, len(rows), fontsize=9)
     for verdict in (verdict for verdict in VERDICTS if verdict in {one["verdict"] for one in every}):
         drawn[0, 0].plot([], [], **VERDICTS[verdict] | {"linestyle": "-"}, label=verdict)
-    return _finished(figure, title=title, xlabel="points, logarithmic beyond 10")
+    return finished(figure, title=title, xlabel="points, logarithmic beyond 10")
 
 
 def _interval(ax: plt.Axes, y: float, value: float, low: float, high: float, look: Look, **text: str) -> None:
@@ -306,7 +306,7 @@ def _name_rows(ax: plt.Axes, names: Sequence[str], room: float, **text) -> None:
     ax.grid(axis="y", visible=False)
 
 
-def _finished(
+def finished(
     figure: Figure, *, title: str, xlabel: str = "", ylabel: str = "", reference: dict | None = None
 ) -> Figure:
     """The figure with its title at the left, labels at its axes, values for reference as lines across,

@@ -1,0 +1,142 @@
+"""Pictures that teach: who sees whom, which texts are alike, what stands in a masked place, a dot a seed.
+Drawn in the style of `figures`."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.patches import Rectangle
+from PIL import Image
+
+from unmask.store import replacing
+from unmask_study.figures import COLORS, DPI, GRID, INK, MUTED, PAPER, WIDTH, Figure, axes, finished, looks
+
+BLUES = LinearSegmentedColormap.from_list("recipe", [PAPER, COLORS["backbone"], COLORS["contextual"]])
+ORANGE = COLORS["vermilion"]
+# What a cell of a strip says: a token that is seen; one that is masked; what a model puts there.
+STATES = {"seen": (PAPER, INK), "masked": (GRID, GRID)}
+STATES |= {"right": (COLORS["green"], PAPER), "wrong": (ORANGE, PAPER)}
+
+
+def heatmaps(
+    panels: Mapping[str, np.ndarray],
+    *,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    limits: tuple[float, float] | None = None,
+    numbers: str = "",
+    rings: Sequence[tuple[int, int]] = (),
+    borders: Mapping[str, Sequence[int]] | None = None,
+    **about: Any,
+) -> Figure:
+    """Matrices side by side, the darker a cell the larger its value, all on one scale.
+
+    Args:
+        panels: title → matrix (R, C), of rows and columns with these names, which stand once.
+        limits: values of the palest and the darkest colour; default: the least and the largest there are.
+        numbers: format of the value in each cell, for instance ".2f"; empty: none.
+        rings: cells (row, column) that are outlined, for instance the right ones.
+        borders: title → before which columns (and rows, where there are as many) a line goes.
+    """
+    low, high = limits or (min(map(np.min, panels.values())), max(map(np.max, panels.values())))
+    count, length = len(panels), max(map(len, columns))
+    tall = 0.3 * len(rows) + 0.055 * length + 0.9
+    figure, drawn = axes(ncols=count, figsize=(WIDTH, tall), sharey=True, squeeze=False)
+    for (title, matrix_RC), ax in zip(panels.items(), drawn[0], strict=True):
+        matrix_RC = np.asarray(matrix_RC, float)
+        ax.pcolormesh(matrix_RC, cmap=BLUES, vmin=low, vmax=high, edgecolors=GRID, linewidth=0.6)
+        for (r, c), value in np.ndenumerate(matrix_RC) if numbers else ():
+            color = PAPER if value > low + 0.75 * (high - low) else INK
+            text = f"{value:{numbers}}".replace("0.", ".")
+            ax.text(c + 0.5, r + 0.5, text, ha="center", va="center", fontsize=8, color=color)
+        for r, c in rings:
+            ax.add_patch(
+                Rectangle((c + 0.05, r + 0.05), 0.9, 0.9, facecolor="none", edgecolor=ORANGE, linewidth=2)
+            )
+        edges = (borders or {}).get(title, ())
+        ax.vlines(edges, 0, len(rows), color=ORANGE, linewidth=1.6)
+        ax.hlines(edges if len(rows) == len(columns) else (), 0, len(columns), color=ORANGE, linewidth=1.6)
+        ax.set_title(title, fontsize=9.5)
+        ax.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=90 * (length > 4))
+        ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
+        ax.set_ylim(len(rows), 0)
+        ax.tick_params(length=0, labelsize=8)
+        ax.grid(visible=False)
+    return finished(figure, **about)
+
+
+Cells = Sequence[tuple[str, str]]  # words, each with one of `STATES`
+
+
+def strip(rows: Mapping[str, Sequence[Cells]], *, title: str, columns: Sequence[str] = ()) -> Figure:
+    """A sentence in several states, a word a cell: seen, masked, filled in right or wrong.
+
+    Args:
+        rows: name → its lines of cells, one below the other; all lines have as many cells.
+        columns: a name for each line of a row, the same in all rows, for instance the share of masks.
+    """
+    lines = [(name, number, line) for name, block in rows.items() for number, line in enumerate(block)]
+    wide = [max(len(line[c][0]) for *_, line in lines) + 1.2 for c in range(len(lines[0][2]))]
+    left_C = np.cumsum([0, *wide])
+    figure, ax = axes(figsize=(WIDTH, 0.24 * len(lines) + 0.22 * len(rows) + 0.5))
+    size = max(8.0, min(9.0, 9.0 * 84 / (left_C[-1] + 14)))  # some 90 characters fit
+    y, ticks = 0.0, []
+    for name, number, line in lines:
+        if number == 0:
+            y += 1.0
+            ax.text(0, y - 0.5, name, fontsize=9.5, va="center", fontweight="bold")
+        for (word, state), left, width in zip(line, left_C, wide):
+            face, ink = STATES[state]
+            ax.add_patch(
+                Rectangle((left + 0.1, y + 0.06), width - 0.2, 0.88, facecolor=face, edgecolor="none")
+            )
+            at = (left + width / 2, y + 0.52)
+            ax.text(*at, word, ha="center", va="center", fontsize=size, family="monospace", color=ink)
+        ticks.append((y + 0.5, columns[number] if columns else ""))
+        y += 1
+    ax.set(xlim=(0, left_C[-1]), ylim=(y, 0), xticks=[])
+    ax.set_yticks(*zip(*ticks))
+    ax.tick_params(length=0, labelsize=8)
+    ax.spines[:].set_visible(False)
+    ax.grid(visible=False)
+    return finished(figure, title=title)
+
+
+def animated(figures: Sequence[Figure], path: Path, *, seconds: float = 0.8) -> None:
+    """Writes figures of one size as a GIF that repeats; the last one is shown for longer."""
+    frames = []
+    for figure in figures:
+        figure.set_dpi(DPI * 2 / 3)
+        figure.canvas.draw()
+        frames.append(Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB"))
+    times = [1000 * seconds] * (len(frames) - 1) + [4000 * seconds]
+    with replacing(path) as unfinished:
+        frames[0].save(unfinished, "gif", save_all=True, append_images=frames[1:], duration=times, loop=0)
+
+
+def dots(
+    groups: Mapping[str, Mapping[str, Sequence[float]]], *, notes: Mapping[str, str] | None = None, **about
+) -> Figure:
+    """A row for each system, a dot for each of its seeds, their mean as a tick and in words at the right.
+
+    Args:
+        groups: group → system → the value of each seed; a line stands between two groups.
+        notes: what stands behind a system's mean, for instance where it comes from.
+    """
+    rows = {name: values for group in groups.values() for name, values in group.items()}
+    figure, ax = axes(figsize=(WIDTH, 0.3 * len(rows) + 1.1))
+    for y, ((name, look), values) in enumerate(zip(looks(rows).items(), rows.values(), strict=True)):
+        ax.hlines(y, min(values), max(values), color=look["color"], linewidth=2.4, alpha=0.5)
+        ax.plot(values, [y] * len(values), **look | {"linestyle": ""})
+        note = f"{np.mean(values):.2f}  {(notes or {}).get(name, '')}".rstrip()
+        ax.text(1.01, y, note, transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
+    for edge in np.cumsum([len(group) for group in groups.values()])[:-1]:
+        ax.axhline(edge - 0.5, color=MUTED, linewidth=1)
+    ax.set_yticks(range(len(rows)), [textwrap.fill(name, 40) for name in rows])
+    ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, None))
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+    return finished(figure, **about)
