@@ -5,6 +5,7 @@ Shape suffixes: N queries · M chunks · K candidates.
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -171,7 +172,7 @@ def rerank_task(
     best_NK = best_columns(first_NM.float(), config.candidates, task.chunk_ids)
     options = {"instruction": INSTRUCTIONS[task.family]}
     options |= {"query_length": config.query_length, "document_length": config.document_length}
-    queries = tqdm(task.queries, desc=f"reranking {task.name}", unit="query", leave=False)
+    queries = tqdm(task.queries, desc=f"reranking {task.name}", unit="query", leave=False, file=sys.stdout)
     for query, best_K, final_M in zip(queries, best_NK, final_NM, strict=True):
         odds_K = reranker.log_odds(query, [chunks[column] for column in best_K], **options)
         final_M += odds_K.min() - final_M.max() - 1
@@ -201,7 +202,7 @@ def evaluate_reference(tasks: Sequence[Task], config: EvaluationConfig) -> dict[
         vectors = (embedder().encode(texts, "float32") for texts in (task.queries, task.chunks))
         return ndcg(task, similarity(*vectors))
 
-    bar = tqdm(tasks, desc=REFERENCE, unit="task", leave=False)
+    bar = tqdm(tasks, desc=REFERENCE, unit="task", leave=False, file=sys.stdout)
     return {REFERENCE: {task.name: _scored_once(task, compute, REFERENCE, config.precision) for task in bar}}
 
 

@@ -7,6 +7,7 @@ D dimensions · K negatives per query, or clusters · R rows of a block · S row
 W ranks of the window.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +93,7 @@ def mine(embedder: Encoder, index: Index, pairs: Dataset, config: TripletConfig)
     window = min(max(config.rank_window, config.negatives), len(documents))
     config = replace(config, rank_window=window)  # never wider than all documents
     search, rng, blocks = index(d_MD), np.random.default_rng(config.seed), []
-    for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False):
+    for part in tqdm(parts(len(pairs), ROWS), desc="searching", unit="block", leave=False, file=sys.stdout):
         q_RD, d_RD = q_UD[query_N[part]], d_MD[document_N[part]]
         blocks.append(_choose(search, q_RD, d_RD, known_NM[part], rng, config))
     ids_NK, *facts = (np.concatenate(rows) for rows in zip(*blocks, strict=True))
@@ -270,7 +271,9 @@ def _embedded(name: str, data: TokenPairs, tokenizer: PlainTokenizer, encoder: E
     texts, blocks = ConcatDataset([data.queries, data.documents]), []
     hash_X = np.fromiter((hash64(ids.tobytes()) for ids in texts), np.uint64)
     _, first_U, number_X = np.unique(hash_X, return_index=True, return_inverse=True)
-    for part in tqdm(parts(len(first_U), TEXTS), desc=f"embedding the texts of {name}", leave=False):
+    for part in tqdm(
+        parts(len(first_U), TEXTS), desc=f"embedding the texts of {name}", leave=False, file=sys.stdout
+    ):
         ids = [texts[int(i)].tolist() for i in first_U[part]]
         x_UD = unit(encoder.encode(tokenizer.backend.decode_batch(ids)))
         if not np.isfinite(x_UD).all():

@@ -48,7 +48,7 @@ def open_corpus(config: DataConfig) -> Corpus:
     path, sources = _registry(config)
     if not (path / "card.json").is_file():
         made = [make(script, config) for script in sorted({source.script for source in sources} - {""})]
-        bar = tqdm(sources, "reading sources", leave=False, delay=2, unit="source")
+        bar = tqdm(sources, "reading sources", leave=False, delay=2, unit="source", file=sys.stdout)
         jobs = min(cpu_count(), len(sources) // 8 + 1)  # a process takes longer to start than a few save
         tables = Parallel(jobs, initializer=die_with, initargs=(os.getpid(),))(map(delayed(_table), bar))
         store.write_json(path / "card.json", _card(path, sources, tables, made))
@@ -111,7 +111,8 @@ def _inputs(script: str) -> str:
 
 def _run(script: str, *arguments: str) -> str:
     command = bound([sys.executable, script, *arguments])
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)  # its progress is seen
+    # Its progress is seen, with that of others.
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=1, text=True)
     if done.returncode:
         raise ValueError(done.stdout.strip() or f"{script} ended with status {done.returncode}, see above")
     return done.stdout
@@ -214,7 +215,7 @@ def collect(source: Source, folder: Path) -> None:
         rows = _joined(rows, dropped)
     if source.queries_config or "title" in source.columns:
         rows = _gathered(rows, dropped)
-    bar = tqdm(rows, f"reading {source.name}", source.rows, delay=2, leave=False)
+    bar = tqdm(rows, f"reading {source.name}", source.rows, delay=2, leave=False, file=sys.stdout)
     if not write_table(folder, KIND[source.role], (_labelled(source, row) for row in bar)):
         reasons = ", ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
         raise ValueError(f"Source {source.name} has no usable row ({reasons or 'its files hold none'})")

@@ -12,6 +12,7 @@ Shape suffixes: N blocks or rows · B blocks of a batch · L tokens of a block �
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,7 +84,9 @@ def build(folder: Path, pieces: Callable, tokenise: Callable, name: str, wanted:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f"{folder.name}.lock")):
         first, count = len((done := Shards.open(folder)).tables), done.counters["tokens"]
-        bar = tqdm(pieces[first:], f"tokenising {name}", total, initial=first, delay=2, leave=False)
+        bar = tqdm(
+            pieces[first:], f"tokenising {name}", total, initial=first, delay=2, leave=False, file=sys.stdout
+        )
         for number, piece in enumerate(bar, first):
             if count >= wanted:
                 break
