@@ -10,14 +10,15 @@ import ast
 import json
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from unmask.store import read_json, repository
-from unmask_study import evidence, report
+from unmask.training import watch
+from unmask_study import evidence, figures, pictures, report
 from unmask_study.recipe import recipe
 from unmask_study.run import Run
 from unmask_study.settings import load_preset
@@ -26,13 +27,14 @@ from unmask_study.tasks import REFERENCE
 ROOT = repository()
 RESULTS = ROOT / "results"
 PLACES = (ROOT, RESULTS, RESULTS / "benchmarks", RESULTS / "gpu", ROOT / "lib")
-PAGES = tuple(folder / "README.md" for folder in PLACES)
+PAGES = (*(folder / "README.md" for folder in PLACES), RESULTS / "PAPERS.md")
 LINK = re.compile(r'\]\(([^)#]+)[^)]*\)|(?:src|srcset|href)="([^"#][^"]*)"')
 BLOCK = re.compile(r"(<!-- (?!end)([a-z-]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
 RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
 OUTSIDE = ("BM25", REFERENCE)
 HEADED = ", heading first"
-MODELS = (*OUTSIDE, "pair", "contextual", "merged", *(name + HEADED for name in (REFERENCE, "pair")))
+MODELS = {name: name for name in OUTSIDE}
+MODELS |= {"pair": "ours, pairs", "contextual": "ours, context", "merged": "ours, merged"}
 
 
 def claims(run: str) -> list[dict]:
@@ -40,30 +42,27 @@ def claims(run: str) -> list[dict]:
     return evidence.claims(Run("12_report", run, load_preset(run)))
 
 
-def quality(run: str) -> str:
-    """nDCG@10 of the recipe's stages beside two references, on docstrings and code, on contextual tasks and
-    on Wikipedia, over the seeds that notebook 12 pools."""
+def quality(run: str, *, short: bool = False) -> str:
+    """nDCG@10 of the recipe's stages beside two references, over the seeds that notebook 12 pools: docs,
+    code, chunks in context, with the heading before each; where not `short`, Wikipedia, too."""
     by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
     every = [report.measured(report.STAGES, one) | _headed(one) for one in by_seed]
     families = evidence.gathered(every)
     wikipedia = evidence.gathered({"Wikipedia": _wikipedia(one)} for one in by_seed).get("Wikipedia", {})
     rows = []
-    for model in MODELS:
-        found, headed = families.get(model, {}), model.endswith(HEADED)
-        row = {"nDCG@10": model, "docstrings, code": "–" if headed else _mean(found.get("average"))}
-        row |= {"in context": _mean(found.get("contextual")) + _same_seeds(model, every)}
-        row |= {"Wikipedia": "–" if headed else _mean(wikipedia.get(model))}
-        trained = model.removesuffix(HEADED) not in OUTSIDE
-        rows.append(row | {"seeds": str(len(found.get("contextual", ()))) if trained else "–"})
+    for model, name in MODELS.items():
+        found, headed = families.get(model, {}), families.get(model + HEADED, {}).get("contextual")
+        row = {"nDCG@10": name, "docstrings": _mean(found.get("english")), "code": _mean(found.get("code"))}
+        row |= {
+            "in context": _mean(found.get("contextual")),
+            "… with the heading": _mean(headed) if headed else "–",
+        }
+        row |= {} if short else {"Wikipedia": _mean(wikipedia.get(model))}
+        seeds = len(found.get("contextual", ()))
+        if model not in OUTSIDE and headed and len(headed) < seeds:
+            row["… with the heading"] += f" ({len(headed)})"
+        rows.append(row | {"seeds": "–" if model in OUTSIDE else str(seeds)})
     return report.markdown_table(rows)
-
-
-def _same_seeds(model: str, every: Sequence[dict[str, dict]]) -> str:
-    """The contextual model's mean in context over the seeds that a model has, where it has more."""
-    same = [one for one in every if "contextual" in one.get(model, {})]
-    if model.removesuffix(HEADED) in OUTSIDE or len(same) in (0, len(every)):
-        return ""
-    return f" (there contextual {mean(one['contextual']['contextual'] for one in same):.2f})"
 
 
 def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
@@ -114,6 +113,44 @@ def time_to_bm25() -> str:
     return report.markdown_table(rows)
 
 
+# What the page of results shows of each notebook.
+FIGURES = {
+    "01_diffusion_cpt": "denoising",
+    "02_pair": "test",
+    "03_contextual": "heading",
+    "04_triplet": "test",
+    "05_merge": "test",
+    "06_quantization": "pareto",
+    "07_diffusion_vs_ar": "test",
+    "08_conteb": "effects",
+    "08a_insent": "effects",
+    "09_retrieval": "query-to-document",
+    "10_cde": "architecture",
+    "11_qwen3_embedding": "families",
+}
+
+
+def questions() -> str:
+    """Each notebook's question, the answer that it computed, and a figure, from the largest model that was
+    run."""
+    text = []
+    for name, figure in FIGURES.items():
+        cells = read_json(ROOT / "notebooks" / f"{name}.ipynb")["cells"]
+        question = "".join(cells[0]["source"]).partition("**Question.** ")[2].strip()
+        for run in reversed(RUNS):
+            path, saved = (
+                RESULTS / run / "figures" / f"{name}-{figure}.png",
+                read_json(RESULTS / run / f"{name}.json"),
+            )
+            if path.is_file() and "answer" in saved:
+                number, executed = name.partition("_")[0], f"../papermill_runs/{run}/{name}.ipynb"
+                link = f"[Notebook {number}]({executed}), `{run}`, one run."
+                picture = f'<img alt="{question}" src="{path.relative_to(RESULTS)}">'
+                text.append(f"### {question}\n\n{saved['answer']} {link}\n\n{picture}")
+                break
+    return "\n\n".join(text)
+
+
 def example() -> str:
     """A query about a chunk that only its document explains, and what each way of searching ranks first."""
     search = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
@@ -123,7 +160,13 @@ def example() -> str:
     return f"{query}\n\n{report.markdown_table(rows)}"
 
 
-def speed() -> str:
+FEW = tuple(  # rows that say the most
+    (what, "sentence-transformers")
+    for what in ("cached step, real lengths", "cached step, equal lengths", "encode, real lengths, bf16")
+)
+
+
+def speed(few: bool = False) -> str:
     """How many times as fast as its peer each step is, and with how many times less memory."""
     every = json.loads((RESULTS / "benchmarks" / "benchmarks.json").read_text("utf8"))
     ratio = {row["name"]: row["ratio"] for row in every}
@@ -133,8 +176,22 @@ def speed() -> str:
         memory, spread = ratio.get(f"{what}: peak memory, {peer}"), row.get("spread")
         rounds = "{:.2f} to {:.2f}".format(*spread) if spread else "–"
         rows.append({"what": what, "beside": peer, "speed": f"{row['ratio']:.2f}×", "five rounds": rounds})
-        rows[-1]["memory"] = f"1/{memory:.2f}" if memory else "–"
-    return report.markdown_table(rows)
+        rows[-1]["memory"] = (f"1/{memory:.1f}" if memory >= 1 else f"{1 / memory:.1f}×") if memory else "–"
+    return report.markdown_table([row for row in rows if not few or (row["what"], row["beside"]) in FEW])
+
+
+def coverage() -> str:
+    """How many rows of PAPERS.md need nothing but this machine, how many more, and how many are not built."""
+    page = (RESULTS / "PAPERS.md").read_text("utf8").partition("## What is missing")[0]
+    rows = re.findall(r"^\| (?!table or figure|-)(.+?) \| (.+?) \| (.+?) \|$", page, re.M)
+    missing = sum("not built" in here or "not known" in here for _, here, _ in rows)
+    alone = sum(needs.startswith("nothing") and "not built" not in here for _, here, needs in rows)
+    lines = {"filled on this machine, with a small model and own tasks": alone}
+    lines |= {"built, and need the Hub, a GPU or a language model": len(rows) - alone - missing}
+    lines |= {"not built, or not known": missing, "all": len(rows)}
+    return report.markdown_table(
+        [{"rows of the tables below": what, "": count} for what, count in lines.items()]
+    )
 
 
 # A pair's way to its gradient: module and function of `unmask`, what comes out of it.
@@ -163,12 +220,16 @@ def flow() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "quality": lambda: quality("smollm2"),
+    "quality": lambda: quality("smollm2", short=True),
+    "quality-smollm": lambda: quality("smollm2"),
     "quality-cpu": lambda: quality("cpu"),
     "claims": verdicts,
     "example": example,
+    "questions": questions,
     "time-to-bm": time_to_bm25,
     "speed": speed,
+    "speed-few": lambda: speed(few=True),
+    "coverage": coverage,
     "flow": flow,
 }
 
@@ -205,18 +266,49 @@ def numbers(text: str) -> float:
     return 100 * sum(bool(re.search(r"\d", word)) for word in words) / max(1, len(words))
 
 
-def pictures() -> dict[Path, str]:
+def drawings() -> dict[Path, str]:
     """The recipe's picture, for light and for dark pages."""
     return {RESULTS / "recipe.svg": recipe(), RESULTS / "recipe-dark.svg": recipe(dark=True)}
 
 
-if __name__ == "__main__":
-    from unmask_study import figures
+def by_context(run: str) -> figures.Figure:
+    """What each system finds in context: chunks alone, with their document, with its heading before each."""
+    by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
+    found = evidence.gathered(report.measured(report.STAGES, one) | _headed(one) for one in by_seed)
+    late, headed = ("contextual",), [name for name in found if name.endswith(HEADED)]
+    groups = {"alone": (*OUTSIDE, "pair"), "late": late, "headed": headed}
+    drawn = {
+        group: {n: found[n]["contextual"] for n in names if n in found} for group, names in groups.items()
+    }
+    title = f"Context by training, or by the heading before each chunk ({run}; a dot is a seed)"
+    return pictures.dots(drawn, title=title, xlabel="nDCG@10 on chunks that need their document")
 
-    for path, text in pictures().items():
+
+def by_cost() -> figures.Figure:
+    """nDCG@10 of development queries against minutes of training, diffusion included; BM25 is a line."""
+    curves, bars, told = {}, {}, []
+    for run in RUNS:
+        pair, diffusion = (read_json(RESULTS / run / f"{n}.json") for n in ("02_pair", "01_diffusion_cpt"))
+        if rows := pair.get("measured"):
+            quality = [watch.quality(row) for row in rows]
+            curves[run] = [(diffusion["train_seconds"] + row["seconds"]) / 60 for row in rows], quality
+            bars |= pair["bars"]
+            told += [f"{run} {seconds / 60:.0f} minutes" for seconds in [pair["time_to_bm25"]] if seconds]
+    title = f"Training until BM25 is passed, on two cores: {', '.join(told) or 'not yet'}"
+    about = {
+        "xlabel": "seconds of training, diffusion included",
+        "ylabel": "nDCG@10, docstrings and code (development)",
+    }
+    return figures.lines(curves, log_x=True, reference=bars, title=title, **about)
+
+
+if __name__ == "__main__":
+    for path, text in drawings().items():
         path.write_text(text, encoding="utf8")
     title = "The claims: thick lines hold 95 %, small dots are seeds, ticks are bars"
     figures.claims({run: claims(run) for run in RUNS}, title=title).save(RESULTS / "claims.png")
+    by_context(next(reversed(RUNS))).save(RESULTS / "context-by-heading.png")
+    by_cost().save(RESULTS / "cost-and-quality.png")
     for page in PAGES:
         page.write_text(written(page), encoding="utf8")
         share = numbers(page.read_text("utf8"))
