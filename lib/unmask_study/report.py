@@ -20,7 +20,7 @@ Gates = Mapping[str, Sequence[Gate]]  # training → its gates
 MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
 _ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
-STAGES, SYSTEMS = _ROWS["stages"], _ROWS["systems"]
+STAGES, SYSTEMS, GATES = (_ROWS[key] for key in ("stages", "systems", "gates"))
 # The paper's tables 1 to 12, in its order and units: number → title, unit, columns and rows.
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf8"))
 
