@@ -68,7 +68,8 @@ def _same_seeds(model: str, every: Sequence[dict[str, dict]]) -> str:
 
 def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
     """The systems that read the document's heading before each chunk: the mean over contextual tasks."""
-    rivals = metrics.get("08_conteb", {}).get("rivals", {})
+    longer, shorter = (metrics.get(name, {}).get("rivals", {}) for name in ("08_conteb", "03_contextual"))
+    rivals = longer | shorter
     return {name: {"contextual": mean(row.values())} for name, row in rivals.items() if HEADED in name}
 
 

@@ -178,7 +178,8 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
     rows: dict[str, list[dict[str, str]]] = {heading: [] for heading in GROUPS.values()}
     for one in claims:
         why = f" ({one['why']})" if one["why"] else ""
-        row = {"claim": one["claim"], "paper": f"{one['paper']}; {one['source']}", "ours": one["effect"]}
+        paper = f"{one['paper']}; {one['source']}".removeprefix("none; ")
+        row = {"claim": one["claim"], "paper": paper, "ours": one["effect"]}
         row["seeds"] = "; ".join(f"{100 * value:+.1f}" for value in one["seeds"].values()) or "–"
         row["verdict"] = f"**{MARKS.get(one['verdict'], '')}{one['verdict']}**{why}"
         rows[GROUPS[one["group"]]].append(row | {"notebook": link(notebooks, one["notebook"])})
