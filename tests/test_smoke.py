@@ -14,6 +14,7 @@ from toy_checkout import unmask
 from unmask.data.sources import open_corpus
 from unmask.store import repository
 from unmask_study.evidence import VERDICTS
+from unmask_study.report import GATES
 from unmask_study.settings import load_preset
 
 STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipynb"))]
@@ -42,6 +43,8 @@ def test_the_whole_pipeline_runs_and_reports(smoke):
     assert "not run" not in told.values()  # every other claim is computed from what the notebooks kept
     assert not any("no gates of" in claim["why"] for claim in claims)  # what they rest on is named as saved
     assert "**not asked**" in (results / "report.md").read_text()
+    for notebook, training in GATES.values():  # which notebook 12 asks by name
+        assert json.loads((results / f"{notebook}.json").read_text())["gates"][training]
     assert set(STAGES) <= set(json.loads((results / "provenance.json").read_text())["stages"])
     for stage in STAGES:
         notebook = nbformat.read(repository() / "papermill_runs" / "smoke" / f"{stage}.ipynb", as_version=4)
