@@ -112,8 +112,8 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
     return finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
 
 
-def grouped_bars(table: Table, *, seeds: Mapping | None = None, **about: Any) -> Figure:
-    """A bar per (group, series): `table[series][group]`; single seeds, where given, as dots.
+def grouped_bars(table: Table, **about: Any) -> Figure:
+    """A bar per (group, series): `table[series][group]`.
 
     Systems from outside (BM25, a pretrained embedder) are grey levels over their group instead. Values are
     written at the bars where there is room for all of them, with as many digits as they need.
@@ -129,9 +129,6 @@ def grouped_bars(table: Table, *, seeds: Mapping | None = None, **about: Any) ->
         color = look[series]["color"]
         face = (color, 0.3) if HOLLOW.items() <= look[series].items() else color
         plt.setp(bars, facecolor=face, edgecolor=color)
-        for bar, group in zip(bars, frame.index) if seeds else ():
-            values = seeds[series].get(group, ())
-            ax.plot([bar.get_center()[0]] * len(values), values, ".", color=INK, markersize=3, zorder=3.5)
         if inside.size <= 24:
             texts = ["" if np.isnan(value) else f"{value:.{digits}f}".removeprefix("0") for value in value_G]
             ax.bar_label(bars, texts, fontsize=8, padding=3, zorder=4, bbox=CLEAR)

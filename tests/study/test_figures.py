@@ -29,7 +29,6 @@ CLAIM |= {
     "verdict": "holds",
     "effect": "+2.0 [+1.0, +3.0]",
 }
-SEEDS = {name: {"english": [0.1 * i - 0.02, 0.1 * i + 0.02], "code": [0.05]} for i, name in enumerate(NAMES)}
 CURVES = {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES}
 TWICE = {(n, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for n in NAMES[:5] for how in ("on", "off")}
 POINTS = {n: ([128, 4096], [0.4, 0.5 - i / 50], ["32-d", "1024-d"]) for i, n in enumerate(NAMES[:5])}
@@ -45,7 +44,6 @@ DRAWINGS = {
     "loss": lambda: figures.loss_curves(dict.fromkeys(NAMES, STEPS), reference={"guess": 9.0}, **LOSS),
     "loss, one step": lambda: figures.loss_curves({"long": STEPS, "short": STEPS[:1]}, **LOSS),
     "bars": lambda: figures.grouped_bars(BARS, **TEXT),
-    "bars with seeds": lambda: figures.grouped_bars(BARS, seeds=SEEDS, **TEXT),
     "bars with a gap": lambda: figures.grouped_bars({"a": {"x": 1}, "b": {"y": 2}}, **TEXT),
     "effects": lambda: figures.effects({n: {"code": (0.02, -0.01, 0.05)} for n in NAMES[2:]}, **GAIN),
     "effects of one": lambda: figures.effects({"": dict.fromkeys(NAMES, (0.1, -0.02, 0.3))}, **GAIN),
