@@ -67,7 +67,8 @@ def quality(run: str, *, short: bool = False) -> str:
 
 def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
     """The systems that read the document's heading before each chunk: the mean over contextual tasks."""
-    rivals = metrics.get("08_conteb", {}).get("rivals", {})
+    longer, shorter = (metrics.get(name, {}).get("rivals", {}) for name in ("08_conteb", "03_contextual"))
+    rivals = longer | shorter
     return {name: {"contextual": mean(row.values())} for name, row in rivals.items() if HEADED in name}
 
 
@@ -77,7 +78,7 @@ def _wikipedia(metrics: dict[str, dict]) -> dict[str, float]:
     earlier = metrics.get("08_conteb", {}).get("squad") or metrics.get("03_contextual", {}).get("squad", {})
     found = {name: {"Wikipedia": value / 100} for name, value in earlier.items()}
     found |= metrics.get("08_conteb", {}).get("elsewhere", {})
-    merged = (metrics.get("09_retrieval", {}).get("elsewhere") or {}).get("ours (INT8)", {})
+    merged = metrics.get("09a_public", {}).get("elsewhere", {}).get("ours (INT8)", {})
     found["merged"] = {"Wikipedia": merged["SQuAD"]} if "SQuAD" in merged else merged
     return {n.removesuffix(", chunks alone"): x["Wikipedia"] for n, x in found.items() if "Wikipedia" in x}
 
@@ -87,16 +88,19 @@ def _mean(values: list[float] | None) -> str:
 
 
 def verdicts() -> str:
-    """The ten claims, with each run's effect in points, its interval, its seeds, and the verdict."""
-    rows = []
+    """The papers' own claims and our controls, with each run's effect in points, its interval, its seeds, and
+    the verdict."""
+    rows: dict[str, list[dict[str, str]]] = {group: [] for group in evidence.GROUPS}
     for claim in zip(*map(claims, RUNS), strict=True):
-        row = {"points": claim[0]["short"], "paper": claim[0]["paper"].partition(" (")[0]}
+        group = claim[0]["group"]
+        row = {f"{evidence.GROUPS[group].lower()}, points": claim[0]["short"]}
+        row |= {"paper": claim[0]["paper"].partition(" (")[0]} if group == "paper" else {}
         for run, one in zip(RUNS, claim, strict=True):
             seeds = f" ({len(one['seeds'])})" if one["seeds"] else ""
             effect = f"{one['effect']}{seeds}: " if one["value"] is not None else ""
             row[f"`{run}`"] = f"{effect}**{one['verdict']}**"
-        rows.append(row)
-    return report.markdown_table(rows)
+        rows[group].append(row)
+    return "\n\n".join(map(report.markdown_table, rows.values()))
 
 
 def time_to_bm25() -> str:
@@ -305,7 +309,7 @@ def by_cost() -> figures.Figure:
 if __name__ == "__main__":
     for path, text in drawings().items():
         path.write_text(text, encoding="utf8")
-    title = "The claims: thick lines hold 95 %, small dots are seeds, ticks are bars"
+    title = "Claims: lines hold 95 %, small dots are seeds, ticks are bars, stars the papers'"
     figures.claims({run: claims(run) for run in RUNS}, title=title).save(RESULTS / "claims.png")
     by_context(next(reversed(RUNS))).save(RESULTS / "context-by-heading.png")
     by_cost().save(RESULTS / "cost-and-quality.png")

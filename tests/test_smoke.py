@@ -14,6 +14,7 @@ from toy_checkout import unmask
 from unmask.data.sources import open_corpus
 from unmask.store import repository
 from unmask_study.evidence import VERDICTS
+from unmask_study.report import GATES
 from unmask_study.settings import load_preset
 
 STAGES = [path.stem for path in sorted((repository() / "notebooks").glob("*.ipynb"))]
@@ -42,6 +43,8 @@ def test_the_whole_pipeline_runs_and_reports(smoke):
     assert "not run" not in told.values()  # every other claim is computed from what the notebooks kept
     assert not any("no gates of" in claim["why"] for claim in claims)  # what they rest on is named as saved
     assert "**not asked**" in (results / "report.md").read_text()
+    for notebook, training in GATES.values():  # which notebook 12 asks by name
+        assert json.loads((results / f"{notebook}.json").read_text())["gates"][training]
     assert set(STAGES) <= set(json.loads((results / "provenance.json").read_text())["stages"])
     for stage in STAGES:
         notebook = nbformat.read(repository() / "papermill_runs" / "smoke" / f"{stage}.ipynb", as_version=4)
@@ -62,7 +65,8 @@ def test_again_it_has_nothing_to_do_and_a_changed_value_concerns_what_depends_on
     assert "nothing to do" in unmask("run", "--preset", "smoke").stdout
     plan = unmask("run", "--preset", "smoke", "--set", "contextual.steps=9", "--dry-run").stdout
     due = [stage for stage in STAGES if stage in plan]
-    later = ["04_triplet", "05_merge", "06_quantization", "08_conteb", "09_retrieval", "11_qwen3_embedding"]
+    later = ["04_triplet", "05_merge", "06_quantization", "08_conteb", "08a_insent", "09_retrieval"]
+    later += ["09a_public", "11_qwen3_embedding"]
     assert due == ["03_contextual", *later, "12_report"], plan
 
 
@@ -80,9 +84,11 @@ def test_a_reader_answers_from_what_was_found_and_a_log_asks(finished, monkeypat
     changes = {"retrieval.log": str(finished / "log.jsonl"), "retrieval.pool": ["bm25", "characters", "lsa"]}
     with chat_server(write=lambda prompt: prompt) as server, kernel() as shell:
         changes |= {"reader.endpoint": server.url, "reader.model": "echo", "reader.questions": 20}
-        shell.run(*cells("09_retrieval", changes))
-    found = json.loads((repository() / "results" / "lab" / "smoke" / "09_retrieval.json").read_text())
-    read = found["reader"]
+        for name in ("09_retrieval", "09a_public"):
+            shell.run(*cells(name, changes))
+    lab = repository() / "results" / "lab" / "smoke"
+    found, public = (json.loads((lab / f"{n}.json").read_text()) for n in ("09_retrieval", "09a_public"))
+    read = public["reader"]
     assert {"ours (INT8)", "ours (BIN)"} <= read.keys()
     assert read["no passages"]["functions"] < read["BM25"]["functions"] <= 1
     english, others = found["query_to_document"].values()

@@ -20,12 +20,16 @@ from datasets import load_dataset
 from torch.nn.functional import normalize
 
 from unmask.data import hub
+from unmask.data.batches import parts
 from unmask.data.corpus import Corpus, Rows
+from unmask.data.mining import greedy_order, unit
 from unmask.data.registry import Source, halves
 from unmask.data.rows import data_files, document_of
-from unmask.evaluation.tasks import Task
+from unmask.evaluation.tasks import Task, ndcg
 from unmask.extras import extra
+from unmask.models.embedder import Embedder
 from unmask_study.mirror import conteb as source
+from unmask_study.settings import EvaluationConfig
 
 with extra("study"):
     from sentence_transformers import util
@@ -151,6 +155,42 @@ def _articles(name: str, rows: list[dict], paragraphs: int = 0) -> Task | None:
     return as_task(name, chunks, queries[:QUESTIONS])
 
 
+def headed(task: Task) -> Task:
+    """The task with every chunk behind the first one of its document, its heading."""
+    documents = [[first, *(f"{first} {chunk}" for chunk in chunks)] for first, *chunks in task.documents]
+    return replace(task, documents=documents)
+
+
+def resized(task: Task, words: int) -> Task:
+    """The same documents in chunks of at most `words` words: longer ones are cut into equal parts, neighbours
+    that fit together are joined. Every new chunk that holds a part of a right one is right."""
+    documents, places, total = [], [], 0  # places: the new chunks of each old one
+    for chunks in task.documents:
+        new: list[list[str]] = []
+        for held in map(str.split, chunks):
+            if new and len(new[-1]) + len(held) <= words:
+                new[-1] += held
+                places.append({total + len(new) - 1})
+                continue
+            cut = [part.tolist() for part in np.array_split(np.array(held, object), -(-len(held) // words))]
+            places.append(set(range(total + len(new), total + len(new) + len(cut))))
+            new += cut
+        documents.append([" ".join(part) for part in new])
+        total += len(new)
+    relevant = [set().union(*(places[chunk] for chunk in chunks)) for chunks in task.relevant]
+    return replace(task, documents=documents, relevant=relevant, chunk_ids=None)
+
+
+def joined(task: Task, vectors_MD: np.ndarray, size: int) -> Task:
+    """Short texts as documents of `size`, along a tour from each to the most similar one left."""
+    order_M = greedy_order(unit(vectors_MD), 0)
+    chunks, place_M = [task.chunks[i] for i in order_M], np.argsort(order_M)
+    documents = [chunks[part] for part in parts(len(chunks), size)]
+    relevant = [{int(place_M[chunk]) for chunk in found} for found in task.relevant]
+    ids = task.chunk_ids and [task.chunk_ids[i] for i in order_M]
+    return Task(f"{task.name}, joined", "contextual", task.queries, documents, relevant, ids)
+
+
 def situating(task: Task) -> list[list[dict[str, str]]]:
     """The request to a language model for the context of each of a task's chunks (Anthropic's contextual
     retrieval, in our own words). The document comes first, so that a server can keep what it has read of
@@ -183,3 +223,14 @@ def token_scores(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray])
     unit = ([normalize(torch.from_numpy(x_LD), dim=-1) for x_LD in side] for side in (queries, documents))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return util.maxsim(*unit, chunk_elements=TILE_ELEMENTS, device=device).cpu().numpy()
+
+
+def late_interaction(embedder: Embedder, task: Task, config: EvaluationConfig, *, late: bool) -> np.ndarray:
+    """nDCG@10 of each query by `token_scores`; chunks in the light of their document, or each alone."""
+    queries = embedder.encode_tokens(task.queries, max_length=config.query_length)
+    if late:
+        documents = embedder.encode_document_tokens(task.documents, chunk_length=config.chunk_length)
+        chunks = [tokens_LD for document in documents for tokens_LD in document]
+    else:
+        chunks = embedder.encode_tokens(task.chunks, max_length=config.chunk_length)
+    return ndcg(task, token_scores(queries, chunks))

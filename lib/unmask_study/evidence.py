@@ -31,6 +31,7 @@ from unmask_study.settings import comparable
 FAILED = "failed when it last ran"
 ENOUGH = 3  # seeds for a verdict
 VERDICTS = ("holds", "does not hold", "open", "one run", "two runs", "invalid", "not asked", "not run")
+GROUPS = {"paper": "The papers' own", "control": "Our controls"}  # of claims, in claims.yaml's order
 Gate = dict[str, Any]
 Claim = Mapping[str, Any]  # as claims.yaml states it
 Line = dict[str, Any]  # a claim with its effect and verdict, as in claims.json
@@ -252,7 +253,7 @@ def claims(study: Run) -> list[Line]:
             line |= {"verdict": "not run", "why": f"notebook {notebook.partition('_')[0]} {missing}"}
         measured = None if line["value"] is None else Effect(line["value"], *line["interval"])
         line["effect"] = points(measured).removesuffix(" points") if measured else "–"
-        names = ("claim", "short", "source", "paper", "notebook", "bar")
+        names = ("claim", "short", "group", "source", "paper", "notebook", "bar")
         lines.append({"key": key} | {name: about[name] for name in names} | line)
     return lines
 

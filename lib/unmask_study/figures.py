@@ -5,6 +5,7 @@ decides: blues are the recipe, and the further trained, the more they stand out 
 are its neighbours; greys come from outside.
 """
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
@@ -17,6 +18,7 @@ import yaml
 
 from unmask.extras import extra
 from unmask.store import replacing
+from unmask_study.evidence import GROUPS
 
 with extra("study"):
     import matplotlib.pyplot as plt
@@ -33,6 +35,7 @@ RECIPE, OUTSIDE = ({*_YAML["colors"][group].values()} for group in ("recipe", "o
 GREY = COLORS["lexical"]
 CLEAR = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.3}  # behind a label: hides lines
 Look = dict[str, Any]  # how a system is drawn, as matplotlib draws a line
+STAR = {"marker": "*", "markersize": 10, "color": MUTED, "markerfacecolor": PAPER, "linewidth": 0.8}
 HOLLOW = {"linestyle": "--", "markerfacecolor": PAPER}  # a lesser way of using the system of that colour
 Table = Mapping[str, Mapping[str, float]]  # series → group or row → value
 
@@ -109,8 +112,8 @@ def loss_curves(runs: Mapping[str, Sequence[Mapping]], *, alpha: float = 0.1, **
     return finished(figure, xlabel="training step (in brackets: the last moving average)", **about)
 
 
-def grouped_bars(table: Table, *, seeds: Mapping | None = None, **about: Any) -> Figure:
-    """A bar per (group, series): `table[series][group]`; single seeds, where given, as dots.
+def grouped_bars(table: Table, **about: Any) -> Figure:
+    """A bar per (group, series): `table[series][group]`.
 
     Systems from outside (BM25, a pretrained embedder) are grey levels over their group instead. Values are
     written at the bars where there is room for all of them, with as many digits as they need.
@@ -126,9 +129,6 @@ def grouped_bars(table: Table, *, seeds: Mapping | None = None, **about: Any) ->
         color = look[series]["color"]
         face = (color, 0.3) if HOLLOW.items() <= look[series].items() else color
         plt.setp(bars, facecolor=face, edgecolor=color)
-        for bar, group in zip(bars, frame.index) if seeds else ():
-            values = seeds[series].get(group, ())
-            ax.plot([bar.get_center()[0]] * len(values), values, ".", color=INK, markersize=3, zorder=3.5)
         if inside.size <= 24:
             texts = ["" if np.isnan(value) else f"{value:.{digits}f}".removeprefix("0") for value in value_G]
             ax.bar_label(bars, texts, fontsize=8, padding=3, zorder=4, bbox=CLEAR)
@@ -259,17 +259,20 @@ def beside(panels: Mapping, *, highlight: Sequence = (), baselines: Sequence = (
 
 
 def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
-    """Each claim's effect with its 95 % interval, a panel for each run. Small dots are seeds; a tick across
-    the row is the bar that the effect must lie above. The axis is linear up to 10 points, then logarithmic,
-    and the same in all panels.
+    """Each claim's effect with its 95 % interval, a panel for each run, first the papers' own claims, then
+    controls. Small dots are seeds; a tick across the row is the bar that the effect must lie above; open
+    stars are what the paper found. The axis is linear up to 10 points, then logarithmic, and the same in all
+    panels.
 
     Args:
         runs: name → claims, as in claims.json (`unmask_study.evidence.claims`), in the order of the rows.
     """
     measured = {name: [one for one in row if one["value"] is not None] for name, row in runs.items()}
-    every = list(chain(*measured.values()))
-    shown = {one["short"] for one in every}
-    rows = list(dict.fromkeys(one["short"] for one in chain(*runs.values()) if one["short"] in shown))
+    every, rows = list(chain(*measured.values())), []
+    for group, heading in GROUPS.items():
+        shown = {one["short"] for one in every if one["group"] == group}
+        names = [one["short"] for one in chain(*runs.values()) if one["short"] in shown]
+        rows += [heading, *dict.fromkeys(names)] if names else []
     shared = {"figsize": (WIDTH, 0.33 * len(rows) + 1.5), "sharex": True, "sharey": True}
     figure, drawn = axes(ncols=len(runs), squeeze=False, **shared)
     for (name, row), ax in zip(measured.items(), drawn[0], strict=True):
@@ -279,6 +282,8 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
             _interval(ax, y, one["value"], *one["interval"], look)
             seeds = [100 * seed for seed in one["seeds"].values()]
             ax.plot(seeds, [y + 0.22] * len(seeds), ".", color=look["color"], markersize=4)
+            told = re.findall(r"[+-]?[\d.]+", one["paper"].partition(" (")[0].replace("−", "-"))
+            ax.plot([*map(float, told)], [y - 0.25] * len(told), **STAR, label="the paper" if told else None)
             if len(runs) == 1:
                 ax.text(1.01, y, one["effect"], transform=ax.get_yaxis_transform(), fontsize=8, va="center")
         ax.axvline(0, color=MUTED, linewidth=1)
@@ -287,6 +292,9 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
         ax.xaxis.set_major_formatter("{x:g}")
         ax.set_title(name, fontsize=9.5)
         _name_rows(ax, rows, len(rows), fontsize=9)
+        for y in (y for y, text in enumerate(rows) if text in GROUPS.values()):
+            plt.setp(ax.get_yticklabels()[y : y + 1], fontweight="bold")
+            ax.axhline(y - 0.5, color=MUTED, linewidth=1)
     for verdict in (verdict for verdict in VERDICTS if verdict in {one["verdict"] for one in every}):
         drawn[0, 0].plot([], [], **VERDICTS[verdict] | {"linestyle": "-"}, label=verdict)
     return finished(figure, title=title, xlabel="points, logarithmic beyond 10")

@@ -4,7 +4,9 @@ Shape suffixes: N queries · M documents · D dimensions · K ranks.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -71,3 +73,16 @@ def agreed(pool: Sequence[Ranking], beside: Sequence[Ranking] = (), least: float
         candidates = {int(document) for system in pool for document in system[number]}
         right.append({document for document in candidates if votes[document] >= least})
     return right
+
+
+def stratified(items: Sequence[Any], stratum: Callable[[Any], Hashable], count: int) -> list[Any]:
+    """So many of the items at most, drawn as evenly from all strata as these allow.
+
+    Args:
+        stratum: of an item.
+    """
+    strata: dict[Hashable, list[Any]] = {}
+    for number in np.random.default_rng(0).permutation(len(items)):
+        strata.setdefault(stratum(items[number]), []).append(items[number])
+    rounds = chain.from_iterable(zip_longest(*strata.values()))
+    return [item for item in rounds if item is not None][:count]

@@ -11,7 +11,7 @@ import yaml
 from IPython.display import SVG, Markdown, display
 
 from unmask.evaluation.tasks import Task
-from unmask_study.evidence import VERDICTS, Gate, Scores, above_chance, learnt, save_scores
+from unmask_study.evidence import GROUPS, VERDICTS, Gate, Scores, above_chance, learnt, save_scores
 from unmask_study.recipe import recipe
 from unmask_study.run import Run
 
@@ -20,7 +20,7 @@ Gates = Mapping[str, Sequence[Gate]]  # training → its gates
 MARKS = {"holds": "✔ ", "does not hold": "✘ ", "open": "– "}
 # Where the rows of the tables of stages and of systems come from: name → notebook, and keys in what it saved.
 _ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf8"))
-STAGES, SYSTEMS = _ROWS["stages"], _ROWS["systems"]
+STAGES, SYSTEMS, GATES = (_ROWS[key] for key in ("stages", "systems", "gates"))
 # The paper's tables 1 to 12, in its order and units: number → title, unit, columns and rows.
 PAPER = yaml.safe_load(Path(__file__).with_name("paper.yaml").read_text(encoding="utf8"))
 
@@ -169,29 +169,30 @@ def close(
 
 
 def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -> str:
-    """Claims as a Markdown table, each with a link to the notebook that measures it.
+    """Claims as Markdown tables, the papers' own and controls, each with a link to the notebook that measures
+    it.
 
     Args:
         claims: see `evidence.claims`; notebooks: folder of the executed notebooks, as seen from the table.
     """
-    rows = []
+    rows: dict[str, list[dict[str, str]]] = {heading: [] for heading in GROUPS.values()}
     for one in claims:
         why = f" ({one['why']})" if one["why"] else ""
-        row = {"claim": one["claim"], "paper": f"{one['paper']}; {one['source']}", "ours": one["effect"]}
+        paper = f"{one['paper']}; {one['source']}".removeprefix("none; ")
+        row = {"claim": one["claim"], "paper": paper, "ours": one["effect"]}
         row["seeds"] = "; ".join(f"{100 * value:+.1f}" for value in one["seeds"].values()) or "–"
         row["verdict"] = f"**{MARKS.get(one['verdict'], '')}{one['verdict']}**{why}"
-        rows.append(row | {"notebook": link(notebooks, one["notebook"])})
-    return markdown_table(rows)
+        rows[GROUPS[one["group"]]].append(row | {"notebook": link(notebooks, one["notebook"])})
+    return "\n\n".join(f"**{heading}**\n\n{markdown_table(some)}" for heading, some in rows.items() if some)
 
 
-def by_verdict(claims: Sequence[Mapping[str, Any]]) -> str:
-    """The claims by verdict, each with its effect, in Markdown; of those without one how many there are."""
-    text = ""
-    for verdict in VERDICTS[:-2]:
-        rows = [f"- {one['claim']} {one['effect']} points\n" for one in claims if one["verdict"] == verdict]
-        text += f"**{verdict.capitalize()}**\n\n{''.join(rows)}\n" * bool(rows)
-    rest = sum(one["verdict"] in VERDICTS[-2:] for one in claims)
-    return text + f"Not asked, or not run: {rest} of {len(claims)} claims." * bool(rest)
+def by_verdict(claims: Sequence[Mapping[str, Any]], group: str) -> str:
+    """The claims of a group by verdict, each with its effect, in Markdown; how many have none."""
+    claims = [one for one in claims if one["group"] == group]
+    told = [one for verdict in VERDICTS[:-2] for one in claims if one["verdict"] == verdict]
+    lines = [f"- **{one['verdict'].capitalize()}.** {one['claim']} {one['effect']} points" for one in told]
+    rest = f"\n\nNot asked, or not run: {len(claims) - len(told)} of {len(claims)} claims."
+    return f"**{GROUPS[group]}**\n\n" + "\n".join(lines) + rest * (len(told) < len(claims))
 
 
 def link(notebooks: str, stage: str, text: str = "") -> str:

@@ -106,8 +106,8 @@ ContebTraining = Literal["sweep", "insent", "flattened", "token vectors"]
 
 
 class ContebConfig(Section):
-    """Context: ConTEB, InSeNT, late interaction (08). Trainings are the contextual stage's but for what is
-    named here."""
+    """Context: ConTEB (08), InSeNT and late interaction (08a). Trainings are the contextual stage's but for
+    what is named here."""
 
     tasks: Names = ()  # of `CONTEB`; read from a mirror or the Hub
     benchmarks: Names = ()  # searches of short texts, as `retrieval.benchmarks`; also joined
@@ -129,13 +129,13 @@ class ContebConfig(Section):
 
 
 class ContextsConfig(EndpointConfig):
-    """A context before each chunk, which a language model writes from the whole document (08)."""
+    """A context before each chunk, which a language model writes from the whole document (08, 09a)."""
 
     section = "contexts"
 
 
 class RetrievalConfig(Section):
-    """Public benchmarks, and benchmarks built as the paper builds its own (09)."""
+    """Benchmarks built as the paper builds its own (09), and public ones (09a)."""
 
     benchmarks: Names = ()  # `unmask_study.mteb.BENCHMARKS`, names of mteb, "ToolRet"
     log_queries: Count  # asked in the query-to-query and in the query-to-document benchmark, at most
@@ -152,7 +152,7 @@ class RetrievalConfig(Section):
 
 
 class ReaderConfig(EndpointConfig):
-    """Answers of a language model that reads retrieved passages (09)."""
+    """Answers of a language model that reads retrieved passages (09a)."""
 
     section = "reader"
     passages: Count = 5  # that it reads; the paper's

@@ -39,7 +39,7 @@ def test_a_registry_trains_every_stage(name):
     assert all(source.documented for source in sources if source.kind == "hub")  # tests/rehearsal.py reads it
     for role in ("pairs", "documents"):
         assert any(one.hold_out or "split" in one.columns for one in sources if one.role == role)
-    assert not {source.task for source in sources} & CONTEB.keys()  # notebook 08 asks both
+    assert not {source.task for source in sources} & CONTEB.keys()  # notebook 09a asks both
 
 
 def test_the_text_of_the_paper_is_table_10():

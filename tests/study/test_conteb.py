@@ -168,23 +168,38 @@ def test_token_scores_are_their_formula_however_they_are_tiled(monkeypatch, tile
     assert_close(token_scores(q, d), expected)
 
 
-def test_notebook_08_reads_public_chunks_as_far_by_token_as_by_chunk():
-    """Its cells, run on a task whose chunks are longer than the preset's own."""
-    defined, *_, searched = (cell for cell in cells("08_conteb") if "late_interaction(" in cell)
-    loop = searched[searched.index("for name, (model, late) in by_token") : searched.index("sets = ")]
+def test_notebook_09a_reads_public_chunks_as_far_by_token_as_by_chunk():
+    """Its cell, run on a task whose chunks are longer than the preset's own."""
+    (cell,) = (cell for cell in cells("09a_public") if "conteb.late_interaction(" in cell)
+    loop = cell[cell.index("    for name, path in by_token") :]
     rng, words = np.random.default_rng(0), " ".join(tiny.TEXTS).split()
     documents = [[" ".join(rng.choice(words, 100))] for _ in range(40)]
     queries = [text[-40:] for (text,) in documents]
     task = Task("public", "contextual", queries, documents, [{i} for i in range(40)])
     config, reader = load_preset("smoke"), Embedder(tiny.model(), tiny.tokenizer())
-    scores, lengths = {}, replace(config.evaluation, chunk_length=config.conteb.chunk_length)
-    names = {"config": config, "np": np, "Embedder": Embedder, "Task": Task, "conteb": conteb, "ndcg": ndcg}
-    names |= {"embedders": {"m": reader}, "by_token": {"alone": ("m", False)}, "public": [task]}
-    names |= {"settings": replace(config.conteb, late_documents=40), "lengths": lengths}
-    exec(defined + "\n" + loop, names | {"public_scores": scores})
-    queries = reader.encode_tokens(task.queries, max_length=lengths.query_length)
-    both = (one.chunk_length for one in (lengths, config.evaluation))
+    scores, longer = {}, replace(config.evaluation, chunk_length=config.conteb.chunk_length)
+    names = {"config": config.evaluation, "load": lambda *_: reader, "conteb": conteb, "public": [task]}
+    names |= {"settings": replace(config.conteb, late_documents=40), "longer": longer, "scores": scores}
+    exec("if True:\n" + loop.replace("one.close()", "pass"), names | {"by_token": {"alone": "path"}})
+    queries = reader.encode_tokens(task.queries, max_length=longer.query_length)
+    both = (one.chunk_length for one in (longer, config.evaluation))
     read = (reader.encode_tokens(task.chunks, max_length=length) for length in both)
     whole, cut = (ndcg(task, token_scores(queries, chunks)) for chunks in read)
     found = scores["alone, token vectors"]["public"]
     assert (found == whole).all() and (found != cut).any()
+
+
+# --- variations of a task
+
+
+def test_a_document_is_cut_and_joined_by_length_and_every_part_of_the_right_chunk_is_right():
+    documents = [["head", "one two three four five", "six seven"], ["title", "a b"]]
+    task = conteb.resized(Task("toy", "contextual", ["q0", "q1"], documents, [{1}, {3, 4}]), 3)
+    assert task.documents == [["head", "one two three", "four five", "six seven"], ["title a b"]]
+    assert task.relevant == [{1, 2}, {4}]
+
+
+def test_texts_that_look_alike_become_a_document():
+    task = Task("toy", "english", ["q"], [[name] for name in "abcd"], [{1}])
+    task = conteb.joined(task, np.array([[1.0, 0], [0, 1], [1, 0.1], [0.1, 1]]), 8)
+    assert task.chunks == ["a", "c", "d", "b"] and task.relevant == [{3}] and len(task.documents) == 1

@@ -18,7 +18,7 @@ from unmask_study.settings import load_preset
 RNG = np.random.default_rng(4)
 WORKS = {"claim": "It works.", "short": "works", "source": "table 1", "paper": "+3", "notebook": "02_pair"}
 WORKS |= {"ours": "new", "other": ["old"], "contextual": False, "rests": {"02_pair": ["pair"]}}
-WORKS |= {"bar": 0.0, "pretrained": False}
+WORKS |= {"bar": 0.0, "pretrained": False, "group": "paper"}
 CLAIMS = {"works": WORKS, "big": WORKS | {"pretrained": True}, "chunks": WORKS | {"contextual": True}}
 CLAIMS |= {"better": WORKS | {"other": ["old", "older"]}, "sized": WORKS | {"ours": "huge"}}
 DOCUMENTS = [["a"], ["b"], ["c"], ["d"], ["e"]]
@@ -146,6 +146,9 @@ def test_every_claim_says_what_it_needs():
     stated = evidence.stated()
     assert len(stated) == 10 and all(about.keys() == WORKS.keys() for about in stated.values())
     assert [key for key, about in stated.items() if about["bar"]] == ["bits"]
+    groups = [about["group"] for about in stated.values()]
+    assert groups == ["paper"] * 4 + ["control"] * 6 and {*groups} == evidence.GROUPS.keys()
+    assert all((about["group"] == "paper") == (about["paper"] != "none") for about in stated.values())
 
 
 DECIDED = {(0.1, 0.3): "holds", (-0.3, -0.1): "does not hold", (-0.1, 0.1): "open", (0.0, 0.2): "open"}

@@ -21,8 +21,14 @@ AXES = {"xlabel": "size (bytes)", **TEXT}
 STEPS = [{"step": i, "loss": 5 / (i + 1)} for i in range(30)]
 BARS = {name: {"english": 0.1 * i, "code": 0.05} for i, name in enumerate(NAMES)}
 CLAIM = {"short": "contextual − heading before each chunk", "bar": 0.0, "seeds": {"0": 0.015, "1": 0.025}}
-CLAIM |= {"value": 0.02, "interval": [0.01, 0.03], "verdict": "holds", "effect": "+2.0 [+1.0, +3.0]"}
-SEEDS = {name: {"english": [0.1 * i - 0.02, 0.1 * i + 0.02], "code": [0.05]} for i, name in enumerate(NAMES)}
+CLAIM |= {
+    "group": "paper",
+    "paper": "+1.5 (2.0 − 0.5)",
+    "value": 0.02,
+    "interval": [0.01, 0.03],
+    "verdict": "holds",
+    "effect": "+2.0 [+1.0, +3.0]",
+}
 CURVES = {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES}
 TWICE = {(n, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for n in NAMES[:5] for how in ("on", "off")}
 POINTS = {n: ([128, 4096], [0.4, 0.5 - i / 50], ["32-d", "1024-d"]) for i, n in enumerate(NAMES[:5])}
@@ -38,7 +44,6 @@ DRAWINGS = {
     "loss": lambda: figures.loss_curves(dict.fromkeys(NAMES, STEPS), reference={"guess": 9.0}, **LOSS),
     "loss, one step": lambda: figures.loss_curves({"long": STEPS, "short": STEPS[:1]}, **LOSS),
     "bars": lambda: figures.grouped_bars(BARS, **TEXT),
-    "bars with seeds": lambda: figures.grouped_bars(BARS, seeds=SEEDS, **TEXT),
     "bars with a gap": lambda: figures.grouped_bars({"a": {"x": 1}, "b": {"y": 2}}, **TEXT),
     "effects": lambda: figures.effects({n: {"code": (0.02, -0.01, 0.05)} for n in NAMES[2:]}, **GAIN),
     "effects of one": lambda: figures.effects({"": dict.fromkeys(NAMES, (0.1, -0.02, 0.3))}, **GAIN),
@@ -127,18 +132,25 @@ def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
 
 def test_claims_show_signed_effects_seeds_and_bars_and_no_row_that_no_run_measured():
     bits = CLAIM | {"short": "bits", "value": -0.05, "interval": [-0.06, -0.04], "bar": -0.044}
-    bits |= {"verdict": "open", "seeds": {}}
+    bits |= {"verdict": "open", "seeds": {}, "paper": "−2 to −4.4"}
+    control = CLAIM | {"short": "control", "group": "control", "paper": "none", "seeds": {}}
     unasked = CLAIM | {"short": "unasked", "interval": None, "value": None, "seeds": {}}
     other = {"short": "elsewhere"}
     runs = {"cpu": [unasked | other, CLAIM], "gpu": [CLAIM | other, CLAIM]}
-    one, both = (figures.claims(some, title=TITLE) for some in ({"cpu": [unasked, CLAIM, bits]}, runs))
+    one, both = (
+        figures.claims(some, title=TITLE) for some in ({"cpu": [control, unasked, CLAIM, bits]}, runs)
+    )
     rows = [[label.get_text() for label in drawn.axes[0].get_yticklabels()] for drawn in (one, both)]
-    assert rows == [[CLAIM["short"], "bits"], ["elsewhere", CLAIM["short"]]]
+    own, ours = "The papers' own", "Our controls"
+    assert rows == [[own, CLAIM["short"], "bits", ours, "control"], [own, "elsewhere", CLAIM["short"]]]
     (ax,) = one.axes
     ends = [segment[:, 0].tolist() for drawn in ax.collections for segment in drawn.get_segments()]
-    np.testing.assert_allclose(ends, [[1, 3], [-6, -4]])
-    across = [line.get_xdata() for line in ax.lines if line.get_marker() == "None"]
-    np.testing.assert_allclose([x[0] for x in across if len(x)], [0, -4.4, 0])  # and the line at zero
-    seeds, _ = (line.get_xdata() for line in ax.lines if line.get_marker() == ".")
+    np.testing.assert_allclose(ends, [[1, 3], [1, 3], [-6, -4]])
+    across = [line.get_xdata() for line in ax.lines if line.get_marker() == "None" and len(line.get_xdata())]
+    bars = [x[0] for x in across if x[0] == x[1]]
+    np.testing.assert_allclose(bars, [0, 0, -4.4, 0])  # and the line at zero
+    stars = [line.get_xdata().tolist() for line in ax.lines if line.get_marker() == "*"]
+    assert stars == [[], [1.5], [-2, -4.4]]
+    seeds, *_ = (line.get_xdata() for line in ax.lines if line.get_marker() == "." and len(line.get_xdata()))
     np.testing.assert_allclose(seeds, [1.5, 2.5])
     assert ax.texts[0].get_text() == "+2.0 [+1.0, +3.0]"

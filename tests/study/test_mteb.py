@@ -148,12 +148,12 @@ def test_the_benchmarks_are_the_papers():
     assert benchmark_tasks("MLQARetrieval")[0].eval_splits == ["validation", "test"]
 
 
-def test_notebook_09_puts_requests_with_instructions_beside_table_5_and_others_below():
-    (cell,) = (source for source in cells("09_retrieval") if "tool_kinds" in source)
+def test_notebook_09a_puts_requests_with_instructions_beside_table_5_and_others_below():
+    (cell,) = (source for source in cells("09a_public") if "tool_kinds" in source)
     tasks, shown = benchmark_tasks("ToolRet"), []
     subsets = dict.fromkeys(tasks[0].hf_subsets, dict.fromkeys(in_mteb.MEASURES, 0.0))
     row = {"precision": "INT8", "benchmark": "ToolRet", "subsets": subsets}
-    names = {"public": [row | {"task": task.metadata.name} for task in tasks], "itertools": itertools}
+    names = {"benchmarks": [row | {"task": task.metadata.name} for task in tasks], "itertools": itertools}
     names |= {"mteb": in_mteb, "paper_table": paper_table, "markdown_table": markdown_table, "Markdown": str}
     exec(cell, names | {"percent": dict, "display": shown.append})
     systems = re.findall(r"^\| (\S+: .*?|ours .*?) \|", shown[0], re.M)

@@ -16,8 +16,13 @@ from unmask.config import ConfigError
 from unmask.evaluation.search import top_k
 from unmask.store import visible
 from unmask_study import mirror
-from unmask_study.pool import PROMPTS, agreed, nearest
+from unmask_study.pool import PROMPTS, agreed, nearest, stratified
 from unmask_study.settings import load_preset
+
+
+def test_strata_give_as_evenly_as_they_can():
+    drawn = stratified("aaaaaaaabbc", lambda letter: letter, 7)
+    assert sorted(drawn) == [*"aaaabbc"] and stratified("ab", ord, 9) in ([*"ab"], [*"ba"])
 
 
 def test_the_vote_is_that_of_a_naive_computation():

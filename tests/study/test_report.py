@@ -16,11 +16,11 @@ from unmask_study.run import Run
 from unmask_study.settings import load_preset
 
 CLAIM = {"claim": "It works.", "source": "table 1", "paper": "+3", "effect": "+2.0 [+1.0, +3.0]", "why": ""}
-CLAIM |= {"verdict": "holds", "seeds": {"0": 0.015, "1": 0.025}, "notebook": "02_pair"}
+CLAIM |= {"group": "paper", "verdict": "holds", "seeds": {"0": 0.015, "1": 0.025}, "notebook": "02_pair"}
 METRICS = {
     "02_pair": {"families": {"BM25": {"english": 0.5, "average": 0.45}, "pair": {"english": 0.2}}},
     "05_merge": {"families": {"merged": {"english": 0.3, "average": 0.35}}},
-    "08_conteb": {"insent": {"families": {"english": 0.4, "average": 0.41}, "train_seconds": 3}},
+    "08a_insent": {"insent": {"families": {"english": 0.4, "average": 0.41}, "train_seconds": 3}},
 }
 
 
@@ -75,11 +75,13 @@ def test_trainings_are_checked_and_the_gates_shown():
 
 UNTESTED = {"claim": "It scales.", "effect": "–", "verdict": "not run", "why": "no", "seeds": {}}
 EVERY = [CLAIM, CLAIM | {"claim": "It is fit.", "verdict": "invalid", "why": "slope"}, CLAIM | UNTESTED]
+EVERY.append(CLAIM | {"claim": "It is needed.", "group": "control"})
 
 
 def test_the_table_of_claims_has_paper_ours_seeds_and_verdict():
     table = report.claims_table(EVERY, notebooks="there")
-    assert table.splitlines()[0] == "| claim | paper | ours | seeds | verdict | notebook |"
+    assert table.startswith("**The papers' own**\n\n| claim | paper | ours | seeds | verdict | notebook |\n")
+    assert rows(table.partition("**Our controls**")[2], "It is needed.") and table.count("It is needed.") == 1
     works = ["+3; table 1", "+2.0 [+1.0, +3.0]", "+1.5; +2.5", "**✔ holds**", "[02](there/02_pair.ipynb)"]
     assert rows(table, "It works.")[0][1:] == works
     assert rows(table, "It is fit.")[0][4] == "**invalid** (slope)"
@@ -88,9 +90,13 @@ def test_the_table_of_claims_has_paper_ours_seeds_and_verdict():
 
 
 def test_what_held_is_told_by_verdict():
-    text = report.by_verdict(EVERY)
-    assert text.startswith("**Holds**\n\n- It works. +2.0 [+1.0, +3.0] points\n\n**Invalid**\n\n- It is fit.")
+    text = report.by_verdict(EVERY, "paper")
+    works = "- **Holds.** It works. +2.0 [+1.0, +3.0] points\n"
+    assert text.startswith(f"**The papers' own**\n\n{works}- **Invalid.** It is fit.")
     assert text.endswith("Not asked, or not run: 1 of 3 claims.")
+    assert report.by_verdict(EVERY, "control").endswith(
+        "\n- **Holds.** It is needed. +2.0 [+1.0, +3.0] points"
+    )
 
 
 def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatch, capsys):
