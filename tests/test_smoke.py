@@ -49,7 +49,9 @@ def test_the_whole_pipeline_runs_and_reports(smoke):
     for stage in STAGES:
         notebook = nbformat.read(repository() / "papermill_runs" / "smoke" / f"{stage}.ipynb", as_version=4)
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-        assert any("image/png" in one.get("data", {}) for one in outputs), f"{stage} shows no figure"
+        # 02a draws what a language model wrote, and none is asked.
+        drawn = any("image/png" in one.get("data", {}) for one in outputs)
+        assert drawn or stage == "02a_synthesis", f"{stage} shows no figure"
 
 
 @pytest.fixture

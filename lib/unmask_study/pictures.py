@@ -43,7 +43,8 @@ def heatmaps(
     """
     low, high = limits or (min(map(np.min, panels.values())), max(map(np.max, panels.values())))
     count, length = len(panels), max(map(len, columns))
-    tall = 0.3 * len(rows) + 0.055 * length + 0.9
+    turned = length * len(columns) * count > 90  # names of columns that would overlap
+    tall = 0.3 * len(rows) + (0.055 * length if turned else 0.1) + 0.9
     figure, drawn = axes(ncols=count, figsize=(WIDTH, tall), sharey=True, squeeze=False)
     for (title, matrix_RC), ax in zip(panels.items(), drawn[0], strict=True):
         matrix_RC = np.asarray(matrix_RC, float)
@@ -60,7 +61,7 @@ def heatmaps(
         ax.vlines(edges, 0, len(rows), color=ORANGE, linewidth=1.6)
         ax.hlines(edges if len(rows) == len(columns) else (), 0, len(columns), color=ORANGE, linewidth=1.6)
         ax.set_title(title, fontsize=9.5)
-        ax.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=90 * (length > 4))
+        ax.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=90 * turned)
         ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
         ax.set_ylim(len(rows), 0)
         ax.tick_params(length=0, labelsize=8)
