@@ -86,7 +86,7 @@ def test_a_notebook_by_hand(shell, tmp_path, monkeypatch):
 
 
 # The keys of preset cpu that say what is trained.
-OF_CPU = "quantization.shapes ablation.arms ablation.anneal ablation.parts ablation.rates conteb.trainings"
+OF_CPU = "quantization.shapes ablation.arms ablation.anneal ablation.rates conteb.trainings"
 OF_CPU += " cde.studies qwen3.start qwen3.trainings"
 
 

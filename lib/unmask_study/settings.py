@@ -76,6 +76,14 @@ class QuantizationConfig(Section):
     shapes: tuple[Shape, Shape, Shape] | tuple[()]
 
 
+class PartsConfig(Section):
+    """The pair stage with each of its parts left out once (02b)."""
+
+    train: bool = False
+    steps: Count = 40  # of each of the four trainings
+    batch: Literal[0] | Several = 0  # pairs of a step; 0: the pair stage's
+
+
 Arm = Literal["diffusion, last", "bidirectional, mean", "AR continued, mean", "masked next token, mean"]
 
 
@@ -92,7 +100,6 @@ class AblationConfig(Section):
     rates: Annotated[tuple[Positive, ...], Field(min_length=1)] = (1.0,)
     rate_steps: Whole = 0  # of the trainings that choose among several rates; 0: as many as `steps`
     anneal: Share = 0.0  # also pretrain with a causal mask that fades over this share of the steps; 0: no
-    parts: bool = False  # also leave out each part of the pair loss and its curriculum
     benchmarks: Names = ()  # public ones, as `retrieval.benchmarks`, of the paper's four backbones
     squad: bool = False  # also ask SQuAD's questions, where a mirror holds it
 
@@ -210,6 +217,7 @@ class Preset(config.Preset):
     merge: MergeConfig = Field(default_factory=MergeConfig)
     evaluation: EvaluationConfig
     quantization: QuantizationConfig
+    parts: PartsConfig = Field(default_factory=PartsConfig)
     ablation: AblationConfig
     conteb: ContebConfig
     contexts: ContextsConfig = Field(default_factory=ContextsConfig)

@@ -27,9 +27,9 @@ from unmask.data.mining import cached_array
 from unmask.data.spelling import canonical, distinct
 from unmask.evaluation.metrics import best_columns
 from unmask.evaluation.search import similarity
-from unmask.evaluation.tasks import Task, among_candidates, answers, copies, evaluate, ndcg
+from unmask.evaluation.tasks import Task, among_candidates, answers, copies, embed_task, evaluate, ndcg
 from unmask.models.backbone import computes_in_bf16
-from unmask.models.embedder import INSTRUCTIONS, Embedder
+from unmask.models.embedder import INSTRUCTIONS, Embedder, quantized
 from unmask.models.reranker import Reranker
 from unmask.store import code_fingerprint, content_hash, fingerprint
 from unmask_study.settings import EvaluationConfig
@@ -149,6 +149,22 @@ def family_means(scores: Scores, tasks: list[Task]) -> dict[str, float]:
     families = {family: [mean for one, mean in means if one == family] for family, _ in means}
     averaged = [*families.get("english", []), *families.get("code", [])] or [mean for _, mean in means]
     return {family: float(np.mean(row)) for family, row in (families | {"average": averaged}).items()}
+
+
+def ranks(task: Task, scores_NM: Tensor | np.ndarray) -> np.ndarray:
+    """Where each query's best answer stands among a task's chunks (N,), 1 first; of equal scores the last."""
+    places = []
+    for score_M, right in zip(among_candidates(task, scores_NM), task.relevant, strict=True):
+        best, score_M[[*right]] = score_M[[*right]].max(), -torch.inf
+        places.append(1 + int((score_M >= best).sum()))
+    return np.array(places)
+
+
+def found_at(embedder: Embedder, task: Task, config: EvaluationConfig) -> np.ndarray:
+    """`ranks` of an embedder, in INT8, each chunk read alone."""
+    vectors = embed_task(embedder, task, config, late_chunking=False)
+    codes = (quantized(rows, "int8") for rows in (vectors.queries_ND, vectors.chunks_MD))
+    return ranks(task, similarity(*codes))
 
 
 def rerank_task(

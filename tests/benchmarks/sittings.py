@@ -24,7 +24,7 @@ TOY = {"data.max_packages": 3, "evaluation.max_queries": 5, "evaluation.max_docu
 TOY |= {"ar.steps": 4, "ar.decay": 1, "diffusion.steps": 4, "diffusion.decay": 1}
 TOY |= {"ablation.rates": "[0.5,1.0]", "ablation.rate_steps": 1, "ablation.steps": 2}
 TOY |= {"ablation.arms": '["diffusion, last", "bidirectional, mean"]'}
-TOY |= {"ablation.parts": "false", "ablation.squad": "false"}
+TOY |= {"ablation.squad": "false"}
 TOY_STOP = 10  # seconds until SIGTERM: notebook 02 has begun
 
 

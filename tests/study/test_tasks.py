@@ -183,6 +183,14 @@ def test_only_contextual_tasks_are_chunked_late_and_each_has_its_lengths(built):
         np.testing.assert_array_equal(vectors.queries_ND, queries_ND)
 
 
+def test_an_answer_stands_behind_all_that_score_as_high():
+    documents = [[text] for text in ("asked", "a", "b", "c")]
+    task = Task("t", "code", ["asked", "twice"], documents, [{1}, {2, 3}], ignore_identical=True)
+    scores_NM = torch.tensor([[9.0, 2.0, 3.0, 2.0], [1.0, 0.0, 5.0, 5.0]])
+    assert tasks.ranks(task, scores_NM).tolist() == [3, 1]  # its own text is no candidate
+    assert scores_NM[1, 2] == 5.0
+
+
 def test_means_weigh_tasks_not_queries():
     scores = {"a": np.array([1.0, 0.0, 0.0, 0.0]), "b": np.array([0.75]), "c": np.array([0.2, 0.4])}
 
