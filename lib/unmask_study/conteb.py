@@ -151,6 +151,12 @@ def _articles(name: str, rows: list[dict], paragraphs: int = 0) -> Task | None:
     return as_task(name, chunks, queries[:QUESTIONS])
 
 
+def headed(task: Task) -> Task:
+    """The task with every chunk behind the first one of its document, its heading."""
+    documents = [[first, *(f"{first} {chunk}" for chunk in chunks)] for first, *chunks in task.documents]
+    return replace(task, documents=documents)
+
+
 def situating(task: Task) -> list[list[dict[str, str]]]:
     """The request to a language model for the context of each of a task's chunks (Anthropic's contextual
     retrieval, in our own words). The document comes first, so that a server can keep what it has read of
