@@ -21,6 +21,11 @@ STATES = {"seen": (PAPER, INK), "masked": (GRID, GRID)}
 STATES |= {"right": (COLORS["green"], PAPER), "wrong": (ORANGE, PAPER)}
 
 
+def plain(texts: Sequence[str]) -> list[str]:
+    """Texts as names in a figure: of characters that its font has, and no formulas."""
+    return [text.encode("cp1252", "replace").decode("cp1252").replace("$", r"\$") for text in texts]
+
+
 def heatmaps(
     panels: Mapping[str, np.ndarray],
     *,
@@ -30,6 +35,7 @@ def heatmaps(
     numbers: str = "",
     rings: Sequence[tuple[int, int]] = (),
     borders: Mapping[str, Sequence[int]] | None = None,
+    height: float = 0.3,
     **about: Any,
 ) -> Figure:
     """Matrices side by side, the darker a cell the larger its value, all on one scale.
@@ -39,12 +45,13 @@ def heatmaps(
         limits: values of the palest and the darkest colour; default: the least and the largest there are.
         numbers: format of the value in each cell, for instance ".2f"; empty: none.
         rings: cells (row, column) that are outlined, for instance the right ones.
-        borders: title → before which columns (and rows, where there are as many) a line goes.
+        borders: title → before which rows (and columns, where there are as many) a line goes.
+        height: of a row, in inches.
     """
     low, high = limits or (min(map(np.min, panels.values())), max(map(np.max, panels.values())))
     count, length = len(panels), max(map(len, columns))
     turned = length * len(columns) * count > 90  # names of columns that would overlap
-    tall = 0.3 * len(rows) + (0.055 * length if turned else 0.1) + 0.9
+    tall = height * len(rows) + (0.055 * length if turned else 0.1) + 0.9
     figure, drawn = axes(ncols=count, figsize=(WIDTH, tall), sharey=True, squeeze=False)
     for (title, matrix_RC), ax in zip(panels.items(), drawn[0], strict=True):
         matrix_RC = np.asarray(matrix_RC, float)
@@ -58,15 +65,31 @@ def heatmaps(
                 Rectangle((c + 0.05, r + 0.05), 0.9, 0.9, facecolor="none", edgecolor=ORANGE, linewidth=2)
             )
         edges = (borders or {}).get(title, ())
-        ax.vlines(edges, 0, len(rows), color=ORANGE, linewidth=1.6)
-        ax.hlines(edges if len(rows) == len(columns) else (), 0, len(columns), color=ORANGE, linewidth=1.6)
+        ax.hlines(edges, 0, len(columns), color=ORANGE, linewidth=1.6)
+        ax.vlines(edges if len(rows) == len(columns) else (), 0, len(rows), color=ORANGE, linewidth=1.6)
         ax.set_title(title, fontsize=9.5)
-        ax.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=90 * turned)
-        ax.set_yticks(np.arange(len(rows)) + 0.5, rows)
+        ax.set_xticks(np.arange(len(columns)) + 0.5, plain(columns), rotation=90 * turned)
+        ax.set_yticks(np.arange(len(rows)) + 0.5, plain(rows))
         ax.set_ylim(len(rows), 0)
         ax.tick_params(length=0, labelsize=8)
         ax.grid(visible=False)
     return finished(figure, **about)
+
+
+def attention_masks() -> Figure:
+    """Who sees whom in a causal decoder, after diffusion, in chunks that are read alone, in late chunking."""
+    chunks = [["class", "Rea", "der"], ["read", "(", ")"], ["close", "(", ")"]]
+    token_L = [token for chunk in chunks for token in chunk]
+    chunk_L = np.repeat(np.arange(len(chunks)), [*map(len, chunks)])
+    own_LL, edges = chunk_L[:, None] == chunk_L, np.flatnonzero(np.diff(chunk_L)) + 1
+    all_LL = np.ones_like(own_LL, int)
+    panels = {"causal decoder": np.tril(all_LL), "after diffusion": all_LL}
+    panels |= {"chunks alone": 2 * own_LL, "late chunking": all_LL + own_LL}
+    title = "A token (row) sees coloured columns; dark ones are averaged into its chunk"
+    lines = {"chunks alone": edges, "late chunking": edges}
+    return heatmaps(
+        panels, rows=token_L, columns=token_L, limits=(0, 2), borders=lines, height=0.18, title=title
+    )
 
 
 Cells = Sequence[tuple[str, str]]  # words, each with one of `STATES`

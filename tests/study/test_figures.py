@@ -38,7 +38,7 @@ PANELS = {"the paper": ROWS, "ours": dict(list(ROWS.items())[2:])}
 GAIN = {"xlabel": "points of nDCG@10", "title": TITLE}
 LOSS = {"ylabel": "loss (nats)", "title": TITLE}
 HEAT = {"a": np.eye(3), "b": np.full((3, 3), 0.5)}
-NAMED = {"rows": list("xyz"), "columns": ["one", "two", "three"], "title": TITLE}
+NAMED = {"rows": ["x", "y: $1", "z: 文"], "columns": ["one", "two", "three"], "title": TITLE}
 STRIP = [[("word", state) for state in pictures.STATES], [("other", "seen")] * 4]
 DRAWINGS = {
     "loss": lambda: figures.loss_curves(dict.fromkeys(NAMES, STEPS), reference={"guess": 9.0}, **LOSS),
@@ -90,6 +90,13 @@ def test_every_figure_is_labelled_readable_within_its_edges_and_of_known_colours
         for part in ("color", "facecolor", "edgecolor"):
             for rgba in to_rgba_array(getattr(artist, f"get_{part}", lambda: "none")()):
                 assert not rgba[3] or to_hex(rgba[:3]) in figures.COLORS.values(), (artist, part)
+
+
+def test_in_late_chunking_a_token_sees_all_and_its_chunk_averages_its_own():
+    meshes = [ax.collections[0].get_array().reshape(9, 9) for ax in pictures.attention_masks().axes]
+    causal, both, alone, late = meshes
+    assert (causal == np.tril(both)).all() and (both == 1).all()
+    assert (alone == 2 * np.kron(np.eye(3), np.ones((3, 3)))).all() and (late == 1 + alone / 2).all()
 
 
 def test_a_figure_is_saved_small_and_in_its_colours(tmp_path, monkeypatch):
