@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import Rectangle
 from PIL import Image
@@ -15,9 +16,10 @@ from unmask.store import replacing
 from unmask_study.figures import COLORS, DPI, GRID, INK, MUTED, PAPER, WIDTH, Figure, axes, finished, looks
 
 BLUES = LinearSegmentedColormap.from_list("recipe", [PAPER, COLORS["backbone"], COLORS["contextual"]])
-ORANGE = COLORS["vermilion"]
-# What a cell of a strip says: a token that is seen; one that is masked; what a model puts there.
-STATES = {"seen": (PAPER, INK), "masked": (GRID, GRID)}
+BLUE, ORANGE = COLORS["contextual"], COLORS["vermilion"]
+# What a cell of a strip says: a token that is seen; one that is masked, and may be read all the same; what a
+# model puts there, and what it has just put there.
+STATES = {"seen": (PAPER, INK), "masked": (GRID, GRID), "told": (GRID, MUTED), "new": (BLUE, PAPER)}
 STATES |= {"right": (COLORS["green"], PAPER), "wrong": (ORANGE, PAPER)}
 
 
@@ -136,6 +138,7 @@ def animated(figures: Sequence[Figure], path: Path, *, seconds: float = 0.8) -> 
         figure.set_dpi(DPI * 2 / 3)
         figure.canvas.draw()
         frames.append(Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB"))
+        plt.close(figure)
     times = [1000 * seconds] * (len(frames) - 1) + [4000 * seconds]
     with replacing(path) as unfinished:
         frames[0].save(unfinished, "gif", save_all=True, append_images=frames[1:], duration=times, loop=0)

@@ -39,7 +39,7 @@ GAIN = {"xlabel": "points of nDCG@10", "title": TITLE}
 LOSS = {"ylabel": "loss (nats)", "title": TITLE}
 HEAT = {"a": np.eye(3), "b": np.full((3, 3), 0.5)}
 NAMED = {"rows": ["x", "y: $1", "z: 文"], "columns": ["one", "two", "three"], "title": TITLE}
-STRIP = [[("word", state) for state in pictures.STATES], [("other", "seen")] * 4]
+STRIP = [[("word", state) for state in pictures.STATES], [("other", "seen")] * len(pictures.STATES)]
 DRAWINGS = {
     "loss": lambda: figures.loss_curves(dict.fromkeys(NAMES, STEPS), reference={"guess": 9.0}, **LOSS),
     "loss, one step": lambda: figures.loss_curves({"long": STEPS, "short": STEPS[:1]}, **LOSS),

@@ -4,6 +4,7 @@ import sys
 
 import matplotlib
 import pytest
+from matplotlib.axes import Axes
 
 from unmask.training import Watch
 
@@ -39,3 +40,11 @@ def test_a_curve_that_cannot_be_drawn_stops_no_training(watch, monkeypatch, caps
     assert len(trained(watch)) == 3
     said = [line for line in capsys.readouterr().out.splitlines() if "curve" in line]
     assert len(said) == 1 and "matplotlib" in said[0] and said[0].endswith("the training goes on")
+
+
+def test_what_is_measured_meanwhile_is_named(watch, monkeypatch):
+    axes = []
+    monkeypatch.setattr(Axes, "set", lambda self, **options: axes.append(options))
+    watch.probe, watch.label, watch.lower = dict, "nats of a masked token", True
+    trained(watch)
+    assert {"ylabel": "nats of a masked token", "ylim": (None, None)} in axes

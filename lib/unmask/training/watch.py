@@ -70,13 +70,21 @@ class Watch:
             beneath the loss. It gets a copy, and takes no time of the training's. Only a training in this
             process is measured.
         bars: levels to compare with, by name.
+        label: what the probe measures; lower: whether less is better, so that its axis need not begin at 0.
     """
 
     def __init__(
-        self, *, curve: bool = True, title: str = "", probe: Probe | None = None, bars: Bars | None = None
+        self,
+        *,
+        curve: bool = True,
+        title: str = "",
+        probe: Probe | None = None,
+        bars: Bars | None = None,
+        label: str = "nDCG@10",
+        lower: bool = False,
     ):
         self.curve, self.title = curve and draws(), title
-        self.probe, self.bars = probe, bars or {}
+        self.probe, self.bars, self.label, self.lower = probe, bars or {}, label, lower
         self.bar = tqdm(disable=True)
 
     def open(self, title: str, folder: Path) -> None:
@@ -166,7 +174,7 @@ class Watch:
             below.plot(at, list(map(quality, self.probed)), marker="o", color="C0", label="this model")
             for number, (name, level) in enumerate(self.bars.items(), 1):
                 below.axhline(level, color=f"C{number}", linestyle="--", label=name)
-            below.set(ylabel="nDCG@10", ylim=(0, None))
+            below.set(ylabel=self.label, ylim=(None if self.lower else 0, None))
             below.legend(frameon=False, ncols=3)
         figure.axes[-1].set_xlabel("step")
         for each in figure.axes:
