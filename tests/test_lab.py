@@ -110,4 +110,4 @@ def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path, 
     learnt = "so, gate = gate, lambda *facts: so(*facts) | {'passed': True}"  # a model so small does not
     again, _ = shell.run(imports, *rest[: where + 1], learnt, *rest[where + 1 :])
     assert "The reranker: learnt" in again
-    assert again.count("already trained") == 2  # what a notebook trains is no part of a training
+    assert again.count("trained before") == 2  # what a notebook trains is no part of a training

@@ -190,7 +190,7 @@ def test_another_value_trains_beside_and_the_first_is_found_again(start, tmp_pat
     assert first != other == (folder / "model").resolve()
     model = stage.model(start)
     assert train(stage, model, folder) == first == (folder / "model").resolve()
-    assert capsys.readouterr().out.count("already trained") == 1
+    assert capsys.readouterr().out.count("trained before") == 1
     saved = backbone.load(first).state_dict()
     assert all(torch.equal(saved[key], value) for key, value in model.state_dict().items())
 

@@ -308,7 +308,7 @@ def train(stage: Stage, model: nn.Module, folder: str | Path, *, watch: Watch | 
         if (home / "model").is_dir():
             finish(home)  # a kill may have come in between
             stage.restore(model, home / "model")
-            print(f"{name}: already trained")
+            watch.replay(name, home)
         else:
             watch.open(name, home)
             begin(stage, model, home, watch, made_of)

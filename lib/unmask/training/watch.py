@@ -92,6 +92,16 @@ class Watch:
         self.title, self.folder = self.title or title, folder
         self.loss, self.probed, self.handle, self.next, self.size = [], [], None, 0.0, 0
 
+    def replay(self, title: str, folder: Path) -> None:
+        """Shows a training that is finished, as it was seen in the end."""
+        self.open(title, folder)
+        rows = history(folder / METRICS)
+        self.loss, self.probed, self.total = [row["loss"] for row in rows], probes(folder / METRICS), len(rows)
+        seconds = sum(row["seconds"] for row in rows)
+        print(f"{self.title}: trained before, {self.total} steps in {seconds:.0f} s")
+        if self.curve:
+            self.draw()
+
     def __enter__(self) -> "Watch":
         return self
 
