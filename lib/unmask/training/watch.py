@@ -95,8 +95,8 @@ class Watch:
     def replay(self, title: str, folder: Path) -> None:
         """Shows a training that is finished, as it was seen in the end."""
         self.open(title, folder)
-        rows = history(folder / METRICS)
-        self.loss, self.probed, self.total = [row["loss"] for row in rows], probes(folder / METRICS), len(rows)
+        rows, self.probed = history(folder / METRICS), probes(folder / METRICS)
+        self.loss, self.total = [row["loss"] for row in rows], len(rows)
         seconds = sum(row["seconds"] for row in rows)
         print(f"{self.title}: trained before, {self.total} steps in {seconds:.0f} s")
         if self.curve:
