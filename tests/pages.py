@@ -11,9 +11,13 @@ import json
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from unmask.store import read_json, repository
@@ -27,7 +31,7 @@ from unmask_study.tasks import REFERENCE
 ROOT = repository()
 RESULTS = ROOT / "results"
 PLACES = (ROOT, RESULTS, RESULTS / "benchmarks", RESULTS / "gpu", ROOT / "lib")
-PAGES = (*(folder / "README.md" for folder in PLACES), RESULTS / "PAPERS.md")
+PAGES = (*(folder / "README.md" for folder in PLACES), RESULTS / "PAPERS.md", RESULTS / "LOG.md")
 LINK = re.compile(r'\]\(([^)#]+)[^)]*\)|(?:src|srcset|href)="([^"#][^"]*)"')
 BLOCK = re.compile(r"(<!-- (?!end)([a-z-]+) -->\n)(?:.*?\n)??(<!-- end -->)", re.S)
 RUNS = tuple(name for name in ("cpu", "smollm2", "gpu") if (RESULTS / name / "provenance.json").is_file())
@@ -155,6 +159,72 @@ def questions() -> str:
     return "\n\n".join(text)
 
 
+# What the log says of the committed runs: topic → whether of tasks in context, and rows of words, of the
+# notebook, and of the two systems whose difference it is.
+LATE = "contextual, late chunking"
+EFFECTS = {
+    "context": (
+        True,
+        ("late chunking, untrained", "03_contextual", "pair, late chunking", "pair, chunks alone"),
+        ("contextual training with it", "03_contextual", LATE, "pair, chunks alone"),
+        ("… minus untrained late chunking", "03_contextual", LATE, "pair, late chunking"),
+        ("… minus the same chunks trained each alone", "08_conteb", LATE, "flattened"),
+        ("… minus BM25, heading before each chunk", "08_conteb", LATE, "BM25, heading first"),
+        ("… minus the pair model, heading before each chunk", "08_conteb", LATE, "pair, heading first"),
+        ("… minus all-MiniLM-L6-v2, the same", "08_conteb", LATE, "all-MiniLM-L6-v2, heading first"),
+        ("InSeNT's objective minus the paper's", "08a_insent", "insent", LATE),
+        ("bits minus INT8 (the paper: −4.8)", "08_conteb", "contextual, binary", LATE),
+    ),
+    "negatives": (
+        False,
+        ("contextual training, its cost on plain tasks", "03_contextual", LATE, "pair, late chunking"),
+        ("triplets, from the pair model", "04_triplet", "triplet from pair", "pair"),
+        ("triplets, from the contextual model", "04_triplet", "triplet from contextual", "contextual"),
+        ("CDE's encoder, not a plain one", "10_cde", "with context, look-alikes", "plain, look-alikes"),
+    ),
+    "merging": (
+        False,
+        ("merged minus contextual", "05_merge", "merged", "contextual"),
+        ("merged minus triplet from pair", "05_merge", "merged", "triplet from pair"),
+    ),
+    "bits": (
+        False,
+        ("floats without the tanh minus INT8", "06_quantization", "merged, float32", "merged, INT8"),
+        ("bits minus INT8", "06_quantization", "merged, binary", "merged, INT8"),
+        ("… at 256 dimensions", "06_quantization", "merged, binary, 256 dimensions", "merged, INT8"),
+        ("… at 64", "06_quantization", "merged, binary, 64 dimensions", "merged, INT8"),
+    ),
+}
+
+
+def effects(topic: str) -> str:
+    """Differences that the committed runs measured, over their seeds, with 95 % intervals."""
+    contextual, *rows = EFFECTS[topic]
+    told = "points, in context" if contextual else "points, plain tasks"
+    return report.markdown_table(
+        [
+            {told: words} | {f"`{run}`": difference(run, *of, contextual) for run in RUNS}
+            for words, *of in rows
+        ]
+    )
+
+
+def difference(run: str, notebook: str, ours: str, other: str, contextual: bool) -> str:
+    """How much more one system finds than another; a dash where a run kept no scores of both."""
+    gains, documents = [], {}
+    for one in evidence.runs(Run("12_report", run, load_preset(run))).values():
+        table = evidence.load_scores(replace(one, notebook=notebook))
+        if {ours, other} <= {*table}:
+            table = table[(table.family == "contextual") == contextual].dropna(subset=[ours, other])
+            tasks = [*table.groupby("task", sort=False)]
+            gains.append({task: (rows[ours] - rows[other]).to_numpy() for task, rows in tasks})
+            documents = {task: rows["documents"].to_numpy() for task, rows in tasks}
+    if not gains:
+        return "–"
+    seeds = f" ({len(gains)} seeds)" * (len(gains) > 1)
+    return evidence.points(evidence.effect(gains, documents)).removesuffix(" points") + seeds
+
+
 def example() -> str:
     """A query about a chunk that only its document explains, and what each way of searching ranks first."""
     search = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
@@ -234,6 +304,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "speed-few": lambda: speed(few=True),
     "coverage": coverage,
+    **{f"effects-{topic}": partial(effects, topic) for topic in EFFECTS},
     "flow": flow,
 }
 
@@ -284,7 +355,7 @@ def by_context(run: str) -> figures.Figure:
     drawn = {
         group: {n: found[n]["contextual"] for n in names if n in found} for group, names in groups.items()
     }
-    title = f"Context by training, or by the heading before each chunk ({run}; a dot is a seed)"
+    title = f"Context by training, or by the document's heading? ({run}; a dot is a seed)"
     return pictures.dots(drawn, title=title, xlabel="nDCG@10 on chunks that need their document")
 
 
@@ -299,20 +370,45 @@ def by_cost() -> figures.Figure:
             bars |= pair["bars"]
             told += [f"{run} {seconds / 60:.0f} minutes" for seconds in [pair["time_to_bm25"]] if seconds]
     title = f"Training until BM25 is passed, on two cores: {', '.join(told) or 'not yet'}"
-    about = {
-        "xlabel": "seconds of training, diffusion included",
-        "ylabel": "nDCG@10, docstrings and code (development)",
-    }
-    return figures.lines(curves, log_x=True, reference=bars, title=title, **about)
+    about = {"xlabel": "minutes of training, diffusion included", "ylabel": "nDCG@10 (development data)"}
+    return figures.lines(curves, reference=bars, title=title, **about)
+
+
+def latest(notebook: str, key: str) -> dict:
+    """What a notebook saved under a key in the largest run that has it; empty where none has."""
+    saved = (read_json(RESULTS / run / f"{notebook}.json").get(key) for run in reversed(RUNS))
+    return next(filter(None, saved), {})
+
+
+def illustrations() -> dict[str, figures.Figure]:
+    """The pages' pictures, from what the committed runs saved: name → figure."""
+    title = "Claims: lines hold 95 %, small dots are seeds, ticks are bars, stars the papers'"
+    drawn = {"claims": figures.claims({run: claims(run) for run in RUNS}, title=title)}
+    drawn |= {"attention-masks": pictures.attention_masks(), "cost-and-quality": by_cost()}
+    drawn["context-by-heading"] = by_context(next(reversed(RUNS)))
+    if strip := latest("01_diffusion_cpt", "strip"):
+        drawn["denoising-strip"] = pictures.strip(**strip)
+    if heat := latest("03_contextual", "heat"):
+        drawn["similarity-heatmap"] = similarities(heat)
+    return drawn
+
+
+def similarities(heat: dict) -> figures.Figure:
+    """Cosines of chunks with queries, each chunk alone and with its document, as notebook 03 saved them."""
+    panels = {"each chunk alone": heat["alone"], "with its document": heat["late"]}
+    rings, edges = [*zip(heat["golds"], range(99))], [*accumulate(heat["documents"])][:-1]
+    named = {"rows": heat["chunks"], "columns": heat["queries"], "borders": dict.fromkeys(panels, edges)}
+    first = [sum(np.argmax(x, 0) == heat["golds"]) for x in panels.values()]
+    ways = f"{first[0]} of {len(rings)} queries alone, for {first[1]} with its document"
+    title = f"The right chunk (ringed) is nearest for {ways}"
+    return pictures.heatmaps(panels, rings=rings, numbers=".2f", height=0.24, title=title, **named)
 
 
 if __name__ == "__main__":
     for path, text in drawings().items():
         path.write_text(text, encoding="utf8")
-    title = "Claims: lines hold 95 %, small dots are seeds, ticks are bars, stars the papers'"
-    figures.claims({run: claims(run) for run in RUNS}, title=title).save(RESULTS / "claims.png")
-    by_context(next(reversed(RUNS))).save(RESULTS / "context-by-heading.png")
-    by_cost().save(RESULTS / "cost-and-quality.png")
+    for name, figure in illustrations().items():
+        figure.save(RESULTS / f"{name}.png")
     for page in PAGES:
         page.write_text(written(page), encoding="utf8")
         share = numbers(page.read_text("utf8"))
