@@ -107,6 +107,16 @@ def verdicts() -> str:
     return "\n\n".join(map(report.markdown_table, rows.values()))
 
 
+def count() -> str:
+    """How many of the papers' own claims have which verdict in each run."""
+    told = []
+    for run in reversed(RUNS):
+        own = [one["verdict"] for one in claims(run) if one["group"] == "paper"]
+        words = [f"{own.count(verdict)} {verdict}" for verdict in evidence.VERDICTS if verdict in own]
+        told.append(f"in `{run}` {', '.join(words)}")
+    return f"Of the papers' {len(own)} own claims: {'; '.join(told)}. The rest are our controls."
+
+
 def time_to_bm25() -> str:
     """Seconds of training after which a run finds more than BM25 in docstrings and code."""
     rows = []
@@ -298,6 +308,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quality-smollm": lambda: quality("smollm2"),
     "quality-cpu": lambda: quality("cpu"),
     "claims": verdicts,
+    "count": count,
     "example": example,
     "questions": questions,
     "time-to-bm": time_to_bm25,
