@@ -89,6 +89,16 @@ def test_verdicts_stand_in_notebook_12_alone():
         assert not told.search(path.read_text("utf8")), path
 
 
+def test_executed_notebooks_of_the_default_show_their_trainings_and_no_warnings():
+    """Bars and curves are in the files: nothing was trained before, and nothing went to stderr."""
+    for path in pages.committed("papermill_runs/cpu/*.ipynb"):
+        for cell in json.loads(path.read_text("utf8"))["cells"]:
+            for output in cell.get("outputs", ()):
+                text = "".join(output.get("text", ""))
+                assert output.get("name") != "stderr" or not text, (path.name, text[:200])
+                assert "trained before" not in text, path.name
+
+
 NOTEBOOKS = sorted((pages.ROOT / "notebooks").glob("*.ipynb"))
 
 
