@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.font_manager import findfont, get_font
 from matplotlib.patches import Rectangle
 from PIL import Image
 
@@ -25,7 +26,9 @@ STATES |= {"right": (COLORS["green"], PAPER), "wrong": (ORANGE, PAPER)}
 
 def plain(texts: Sequence[str]) -> list[str]:
     """Texts as names in a figure: of characters that its font has, and no formulas."""
-    return [text.encode("cp1252", "replace").decode("cp1252").replace("$", r"\$") for text in texts]
+    font = get_font(findfont("DejaVu Sans"))
+    shown = ("".join(c if font.get_char_index(ord(c)) else "?" for c in text) for text in texts)
+    return [text.replace("$", r"\$") for text in shown]
 
 
 def heatmaps(

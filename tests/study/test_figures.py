@@ -161,3 +161,7 @@ def test_claims_show_signed_effects_seeds_and_bars_and_no_row_that_no_run_measur
     seeds, *_ = (line.get_xdata() for line in ax.lines if line.get_marker() == "." and len(line.get_xdata()))
     np.testing.assert_allclose(seeds, [1.5, 2.5])
     assert ax.texts[0].get_text() == "+2.0 [+1.0, +3.0]"
+
+
+def test_names_keep_what_the_font_has_and_are_no_formulas():
+    assert pictures.plain(["τ = 0.5", "文 costs $1"]) == ["τ = 0.5", r"? costs \$1"]
