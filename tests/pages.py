@@ -245,15 +245,6 @@ def difference(run: str, notebook: str, ours: str, other: str, contextual: bool)
     return evidence.points(evidence.effect(gains, documents)).removesuffix(" points") + seeds
 
 
-def example() -> str:
-    """A query about a chunk that only its document explains, and what each way of searching ranks first."""
-    search = json.loads((RESULTS / "cpu" / "03_contextual.json").read_text("utf8"))["found"]
-    rows = [{"read": way, "ranked first": report.quoted(text, 100)} for way, text in search["first"].items()]
-    chunk = f"a chunk of {report.quoted(search['document'], 80)} that only its document explains"
-    query = f"> Query: **{search['query']}**. Right answer: {chunk}."
-    return f"{query}\n\n{report.markdown_table(rows)}"
-
-
 FEW = tuple(  # rows that say the most
     (what, "sentence-transformers")
     for what in ("cached step, real lengths", "cached step, equal lengths", "encode, real lengths, bf16")
@@ -318,7 +309,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "quality-cpu": lambda: quality("cpu"),
     "claims": verdicts,
     "count": count,
-    "example": example,
     "questions": questions,
     "time-to-bm": time_to_bm25,
     "speed": speed,

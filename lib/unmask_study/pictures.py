@@ -147,22 +147,20 @@ def animated(figures: Sequence[Figure], path: Path, *, seconds: float = 0.8) -> 
         frames[0].save(unfinished, "gif", save_all=True, append_images=frames[1:], duration=times, loop=0)
 
 
-def dots(
-    groups: Mapping[str, Mapping[str, Sequence[float]]], *, notes: Mapping[str, str] | None = None, **about
-) -> Figure:
-    """A row for each system, a dot for each of its seeds, their mean as a tick and in words at the right.
+def dots(groups: Mapping[str, Mapping[str, Sequence[float]]], **about: Any) -> Figure:
+    """A row for each system, a dot for each of its seeds, their mean at the right.
 
     Args:
         groups: group → system → the value of each seed; a line stands between two groups.
-        notes: what stands behind a system's mean, for instance where it comes from.
     """
     rows = {name: values for group in groups.values() for name, values in group.items()}
     figure, ax = axes(figsize=(WIDTH, 0.3 * len(rows) + 1.1))
-    for y, ((name, look), values) in enumerate(zip(looks(rows).items(), rows.values(), strict=True)):
+    for y, (look, values) in enumerate(zip(looks(rows).values(), rows.values(), strict=True)):
         ax.hlines(y, min(values), max(values), color=look["color"], linewidth=2.4, alpha=0.5)
         ax.plot(values, [y] * len(values), **look | {"linestyle": ""})
-        note = f"{np.mean(values):.2f}  {(notes or {}).get(name, '')}".rstrip()
-        ax.text(1.01, y, note, transform=ax.get_yaxis_transform(), va="center", fontsize=8.5)
+        ax.text(
+            1.01, y, f"{np.mean(values):.2f}", transform=ax.get_yaxis_transform(), va="center", fontsize=8.5
+        )
     for edge in np.cumsum([len(group) for group in groups.values()])[:-1]:
         ax.axhline(edge - 0.5, color=MUTED, linewidth=1)
     ax.set_yticks(range(len(rows)), [textwrap.fill(name, 40) for name in rows])
