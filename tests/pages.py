@@ -231,18 +231,12 @@ def effects(topic: str) -> str:
 
 def difference(run: str, notebook: str, ours: str, other: str, contextual: bool) -> str:
     """How much more one system finds than another; a dash where a run kept no scores of both."""
-    gains, documents = [], {}
-    for one in evidence.runs(Run("12_report", run, load_preset(run))).values():
-        table = evidence.load_scores(replace(one, notebook=notebook))
-        if {ours, other} <= {*table}:
-            table = table[(table.family == "contextual") == contextual].dropna(subset=[ours, other])
-            tasks = [*table.groupby("task", sort=False)]
-            gains.append({task: (rows[ours] - rows[other]).to_numpy() for task, rows in tasks})
-            documents = {task: rows["documents"].to_numpy() for task, rows in tasks}
-    if not gains:
+    studies = evidence.runs(Run("12_report", run, load_preset(run))).values()
+    studies = (replace(one, notebook=notebook) for one in studies)
+    found, seeds = evidence.kept_effect(studies, ours, other, contextual)
+    if not found:
         return "–"
-    seeds = f" ({len(gains)} seeds)" * (len(gains) > 1)
-    return evidence.points(evidence.effect(gains, documents)).removesuffix(" points") + seeds
+    return evidence.points(found).removesuffix(" points") + f" ({seeds} seeds)" * (seeds > 1)
 
 
 FEW = tuple(  # rows that say the most

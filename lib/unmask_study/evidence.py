@@ -266,6 +266,26 @@ def _of_claim(about: Claim, study: Run) -> pd.DataFrame:
     return scores.reindex(columns=columns).dropna(ignore_index=True)
 
 
+def kept_effect(
+    studies: Iterable[Run], ours: str, other: str, contextual: bool | None = None
+) -> tuple[Effect | None, int]:
+    """How much more one system finds than another by the scores that notebooks kept, and of how many runs.
+
+    Args:
+        studies: a notebook's runs, one for each seed; those without such scores of both systems do not count.
+        contextual: whether of contextual tasks alone, or of plain ones; None: of all.
+    """
+    gains, documents = [], {}
+    for table in map(load_scores, studies):
+        if contextual is not None:
+            table = table[(table.family == "contextual") == contextual]
+        table = table.reindex(columns=["task", "documents", ours, other]).dropna()
+        if len(table):
+            gains.append(_by_task(table, table[ours] - table[other]))
+            documents = _by_task(table, table.documents)
+    return (effect(gains, documents) if gains else None), len(gains)
+
+
 def _by_task(table: pd.DataFrame, x: pd.Series) -> dict[str, np.ndarray]:
     return {task: x_N.to_numpy() for task, x_N in x.groupby(table.task, sort=False)}
 

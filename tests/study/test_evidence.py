@@ -218,6 +218,17 @@ def test_claims_are_computed_from_kept_scores_over_the_seeds_at_hand(study):
     assert json.loads(json.dumps(found)) == found
 
 
+def test_any_two_systems_are_compared_by_the_scores_that_runs_kept(study):
+    execute(study, 0, 1)
+    studies = [replace(run, notebook="02_pair") for run in evidence.runs(study).values()]
+    found, seeds = evidence.kept_effect(studies, "new", "old")
+    naive = evidence.effect([{"t": GAINS[seed]} for seed in range(2)], {"t": TASK.document_N})
+    assert seeds == 2 and [*found] == pytest.approx([*naive], abs=1e-3)
+    assert evidence.kept_effect(studies, "new", "old", contextual=False) == (found, 2)
+    assert evidence.kept_effect(studies, "new", "old", contextual=True) == (None, 0)
+    assert evidence.kept_effect(studies, "new", "no such system") == (None, 0)
+
+
 def test_a_training_that_failed_its_gate_or_saved_none_makes_a_claim_invalid(study):
     def judged():
         return claims(study)["works"]["verdict"], claims(study)["works"]["why"]
