@@ -10,10 +10,10 @@ import ast
 import json
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from statistics import mean
 
@@ -47,31 +47,37 @@ def claims(run: str) -> list[dict]:
 
 
 def quality(run: str) -> str:
-    """nDCG@10 of the recipe's stages beside two references, over the seeds that notebook 12 pools: docs,
-    code, chunks in context, with the heading before each, and Wikipedia."""
-    by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
-    every = [report.measured(report.STAGES, one) | _headed(one) for one in by_seed]
-    families = evidence.gathered(every)
-    wikipedia = evidence.gathered({"Wikipedia": _wikipedia(one)} for one in by_seed).get("Wikipedia", {})
+    """nDCG@10 of the recipe's stages beside two references, over the seeds that have all of these stages:
+    docs, code, chunks in context, with the heading before each, and Wikipedia."""
+    by_seed = evidence.metrics(Run("12_report", run, load_preset(run)))
+    every = {seed: report.measured(report.STAGES, one) | _headed(one) for seed, one in by_seed.items()}
+    every = {seed: one for seed, one in every.items() if MODELS.keys() <= one.keys()}
+    families = evidence.gathered(every.values())
+    away = evidence.gathered({"Wikipedia": _wikipedia(by_seed[seed])} for seed in every).get("Wikipedia", {})
     rows = []
     for model, name in MODELS.items():
-        found, headed = families.get(model, {}), families.get(model + HEADED, {}).get("contextual")
-        row = {"nDCG@10": name, "docstrings": _mean(found.get("english")), "code": _mean(found.get("code"))}
-        row |= {"in context": _mean(found.get("contextual"))}
-        row |= {"… with the heading": _mean(headed) + _same_seeds(every, model) if headed else "–"}
-        seeds, away = len(found.get("contextual", ())), wikipedia.get(model, [])
-        few = f" ({len(away)})" * (model not in OUTSIDE and 0 < len(away) < seeds)
-        row |= {"Wikipedia": _mean(away) + few}
-        rows.append(row | {"seeds": "–" if model in OUTSIDE else str(seeds)})
-    return report.markdown_table(rows)
+        found, headed = families[model], families.get(model + HEADED, {}).get("contextual", [])
+        columns = {"docstrings": "english", "code": "code", "in context": "contextual"}
+        row = {"nDCG@10": name} | {what: _mean(found[key]) for what, key in columns.items()}
+        every_seed = () if model in OUTSIDE else every  # whose number is the same for all
+        row |= {"… with the heading": _mean(headed) + _few(headed, every_seed) if headed else "–"}
+        rows.append(row | {"Wikipedia": _mean(away.get(model)) + _few(away.get(model, ()), every_seed)})
+    seeds = f"Means over seeds {', '.join(map(str, every))}" if len(every) > 1 else "One seed"
+    return report.markdown_table(rows) + f"\n\n{seeds}. {_free_rival(every)}"
 
 
-def _same_seeds(every: list[dict[str, dict]], model: str) -> str:
-    """The contextual model's mean in context over the seeds of which the heading was asked, if not of all."""
-    same = [one for one in every if model + HEADED in one and "contextual" in one]
-    if model in OUTSIDE or len(same) in (0, len(every)):
-        return ""
-    return f" ({len(same)}; there context {mean(one['contextual']['contextual'] for one in same):.2f})"
+def _few(values: Sequence[float], every: Mapping) -> str:
+    """Of how many seeds a number is, if not of all."""
+    return f" ({len(values)} seed{'s' * (len(values) > 1)})" * (0 < len(values) < len(every))
+
+
+def _free_rival(every: Mapping[int, Mapping]) -> str:
+    """What training finds in context beside the pair model with the heading, over the same seeds."""
+    headed = "pair" + HEADED
+    same = {seed: one for seed, one in every.items() if headed in one}
+    trained, free = (mean(one[x]["contextual"] for one in same.values()) for x in ("contextual", headed))
+    where = f", seed {', '.join(map(str, same))}" * (len(same) < len(every))
+    return f"In context{where}: {trained:.2f} by training, {free:.2f} by the heading."
 
 
 def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
@@ -96,6 +102,9 @@ def _mean(values: list[float] | None) -> str:
     return f"{mean(values):.2f}" if values else "not run"
 
 
+EARLIER = " †"  # behind a verdict by earlier code and an earlier definition
+
+
 def verdicts() -> str:
     """The papers' own claims and our controls, with each run's effect in points, its interval, its seeds, and
     the verdict."""
@@ -107,22 +116,28 @@ def verdicts() -> str:
         for run, one in zip(RUNS, claim, strict=True):
             seeds = f" ({len(one['seeds'])})" if one["seeds"] else ""
             effect = f"{one['effect']}{seeds}: " if one["value"] is not None else ""
-            row[f"`{run}`"] = f"{effect}**{one['verdict']}**"
+            row[f"`{run}`"] = f"{effect}**{one['verdict']}**" + EARLIER * one["why"].startswith(
+                "by an earlier"
+            )
         rows[group].append(row)
     return "\n\n".join(map(report.markdown_table, rows.values()))
 
 
 def count() -> str:
-    """Of the papers' own claims those with a verdict, by run, and how many have none."""
+    """How many of the papers' own claims have which verdict, by run."""
     told = []
     for run in reversed(RUNS):
         own = [one for one in claims(run) if one["group"] == "paper"]
-        judged = [one for one in own if one["verdict"] in evidence.VERDICTS[:3]]
-        invalid = sum(one["verdict"] == "invalid" for one in own)
-        words = [f"*{one['short']}* {one['verdict']}" for one in judged]
-        words += [f"{few} have too few seeds" for few in [len(own) - len(judged) - invalid] if few]
-        told.append(f"In `{run}` {', '.join(words + [f'{invalid} are invalid'] * bool(invalid))}.")
-    return f"Of the papers' {len(own)} own claims: {' '.join(told)} The rest are our controls."
+        groups = {"decided": [], "with too few seeds": [], "invalid": []}
+        for one in own:
+            kind = "decided" if one["verdict"] in evidence.VERDICTS[:3] else "with too few seeds"
+            groups["invalid" if one["verdict"] == "invalid" else kind].append(one)
+        words = [f"*{one['short']}* {one['verdict']}" for one in groups.pop("decided")]
+        words += [
+            f"{len(some)} {'is' if len(some) == 1 else 'are'} {kind}" for kind, some in groups.items() if some
+        ]
+        told.append(f"`{run}`: {', '.join(words)}.")
+    return f"Four of the ten claims are the papers' own. {' '.join(told)} The other six are our controls."
 
 
 def time_to_bm25() -> str:
@@ -134,7 +149,7 @@ def time_to_bm25() -> str:
             continue
         host, seconds = made["hardware"], pair["time_to_bm25"]
         where = f"{host['cores']} cores of {host['cpu']}, {'with' if host['bf16'] else 'without'} bf16"
-        takes = f"{seconds:.0f} s" if seconds else "–"
+        takes = f"{seconds / 60:.0f} minutes" if seconds else "–"
         rows.append({"preset": f"`{run}`", "processor": where, "training takes": takes})
     return report.markdown_table(rows)
 
@@ -149,7 +164,7 @@ FIGURES = {
     "06_quantization": "pareto",
     "07_diffusion_vs_ar": "test",
     "08_conteb": "effects",
-    "08a_insent": "effects",
+    "08a_insent": "objectives",
     "09_retrieval": "query-to-document",
     "10_cde": "architecture",
     "11_qwen3_embedding": "families",
@@ -157,25 +172,25 @@ FIGURES = {
 
 
 def questions() -> str:
-    """Each notebook's question, the answer that it computed, and a figure, from the largest model that was
-    run."""
+    """Each notebook's question, the answers that runs computed, and a figure from the largest model."""
+    invalid = {
+        run: {x["notebook"]: x["why"] for x in claims(run) if x["verdict"] == "invalid"} for run in RUNS
+    }
     text = []
     for name, figure in FIGURES.items():
         cells = read_json(ROOT / "notebooks" / f"{name}.ipynb")["cells"]
-        question = "".join(cells[0]["source"]).partition("**Question.** ")[2].strip()
+        question, told = "".join(cells[0]["source"]).partition("**Question.** ")[2].strip(), []
         for run in reversed(RUNS):
-            path, saved = (
-                RESULTS / run / "figures" / f"{name}-{figure}.png",
-                read_json(RESULTS / run / f"{name}.json"),
-            )
-            if path.is_file() and "answer" in saved:
-                number, executed = name.partition("_")[0], f"../papermill_runs/{run}/{name}.ipynb"
-                link = f"[Notebook {number}]({executed}), `{run}`, one run."
-                picture = f'<img alt="{question}" src="{path.relative_to(RESULTS)}">'
-                missed = any(not gate["passed"] for row in saved["gates"].values() for gate in row)
-                told = "*A training missed its gate, so this decides nothing.* " * missed + saved["answer"]
-                text.append(f"### {question}\n\n{told} {link}\n\n{picture}")
-                break
+            saved, picture = read_json(RESULTS / run / f"{name}.json"), f"{run}/figures/{name}-{figure}.png"
+            if "answer" not in saved or not (RESULTS / picture).is_file():
+                continue
+            missed = evidence.failed(chain(*saved["gates"].values())) or invalid[run].get(name, "")
+            why = f"*A training missed its gate, so this decides nothing ({missed}).* " if missed else ""
+            number, executed = name.partition("_")[0], f"../papermill_runs/{run}/{name}.ipynb"
+            told.append(f"{why}{saved['answer']} [Notebook {number}]({executed}), `{run}`, one run.")
+            if len(told) == 1:
+                shown = f'<img alt="{question}" src="{picture}">'
+        text.append("\n\n".join([f"### {question}", *told, shown]))
     return "\n\n".join(text)
 
 
@@ -197,15 +212,15 @@ EFFECTS = {
     ),
     "negatives": (
         False,
-        ("contextual training, its cost on plain tasks", "03_contextual", LATE, "pair, late chunking"),
+        ("contextual training, plain tasks", "03_contextual", LATE, "pair, late chunking"),
         ("triplets, from the pair model", "04_triplet", "triplet from pair", "pair"),
         ("triplets, from the contextual model", "04_triplet", "triplet from contextual", "contextual"),
         ("CDE's encoder, not a plain one", "10_cde", "with context, look-alikes", "plain, look-alikes"),
     ),
     "merging": (
         False,
-        ("merged minus contextual", "05_merge", "merged", "contextual"),
-        ("merged minus triplet from pair", "05_merge", "merged", "triplet from pair"),
+        ("the chosen merge minus contextual", "05_merge", "merged", "contextual"),
+        ("the chosen merge minus triplet from pair", "05_merge", "merged", "triplet from pair"),
     ),
     "bits": (
         False,
@@ -373,7 +388,7 @@ def by_cost() -> figures.Figure:
             curves[run] = [(diffusion["train_seconds"] + row["seconds"]) / 60 for row in rows], quality
             bars |= pair["bars"]
             told += [f"{run} {seconds / 60:.0f} minutes" for seconds in [pair["time_to_bm25"]] if seconds]
-    title = f"Training until BM25 is passed, on two cores: {', '.join(told) or 'not yet'}"
+    title = f"Level with BM25 on development data after: {', '.join(told) or 'not yet'}"
     about = {"xlabel": "minutes of training, diffusion included", "ylabel": "nDCG@10 (development data)"}
     return figures.lines(curves, reference=bars, title=title, **about)
 
@@ -386,7 +401,9 @@ def latest(notebook: str, key: str) -> dict:
 
 def illustrations() -> dict[str, figures.Figure]:
     """The pages' pictures, from what the committed runs saved: name → figure."""
-    title = "Claims: lines hold 95 %, small dots are seeds, ticks are bars, stars the papers'"
+    own = [one for run in RUNS for one in claims(run) if one["group"] == "paper"]
+    held = {one["key"] for one in own if one["verdict"] == "holds"}
+    title = f"The papers' claims: {len(held)} of {len(own) // len(RUNS)} shown so far (stars: the papers')"
     drawn = {"claims": figures.claims({run: claims(run) for run in RUNS}, title=title)}
     drawn |= {"attention-masks": pictures.attention_masks(), "cost-and-quality": by_cost()}
     drawn["context-by-heading"] = by_context(next(reversed(RUNS)))
@@ -405,7 +422,7 @@ def similarities(heat: dict) -> figures.Figure:
     first = [sum(np.argmax(x, 0) == heat["golds"]) for x in panels.values()]
     ways = f"{first[0]} of {len(rings)} queries alone, for {first[1]} with its document"
     title = f"The right chunk (ringed) is nearest for {ways}"
-    return pictures.heatmaps(panels, rings=rings, numbers=".2f", height=0.24, title=title, **named)
+    return pictures.heatmaps(panels, rings=rings, queries=1, numbers=".2f", height=0.24, title=title, **named)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,24 @@ def test_the_readme_shows_a_picture_within_sixty_words():
     assert picture and len(pages.prose(before).split()) <= 60
 
 
+def test_the_readme_names_winners_that_its_table_has():
+    """Better in docstrings and code, in context by training and by the heading, worse on Wikipedia."""
+    table = re.findall(r"^\| (.+) \|$", pages.quality("smollm2"), re.M)
+    (_, *columns), *rows = (line.split(" | ") for line in table)
+    value = {
+        (name, x): float(cell.split()[0])
+        for name, *row in rows
+        for x, cell in zip(columns, row)
+        if cell != "–"
+    }
+    pairs, trained = "ours, pairs", "ours, context"
+    for other in ("BM25", "all-MiniLM-L6-v2"):
+        assert all(value[pairs, column] > value[other, column] for column in ("docstrings", "code"))
+        assert value[other, "Wikipedia"] > value[pairs, "Wikipedia"]
+    alone = value[pairs, "in context"]
+    assert min(value[trained, "in context"], value[pairs, "… with the heading"]) > 2 * alone
+
+
 @pytest.mark.parametrize("page", LIMITS, ids=lambda page: page.parent.name + page.name)
 def test_links_lead_somewhere(page):
     assert not pages.dead_links(page)

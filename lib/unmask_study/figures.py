@@ -191,8 +191,12 @@ def lines(
             labels += [(*point, style["color"]) for point in zip(x, y, texts[0], strict=True)]
     if log_x:
         ax.set_xscale("log", base=2)
-        ticks = sorted({value for x, *_ in series.values() for value in x})
-        ax.set_xticks(ticks, [f"{value:,.10g}" for value in ticks], rotation=45 * (len(ticks) > 12))
+        places = sorted({value for x, *_ in series.values() for value in x})
+        ticks, apart = places[:1], (places[-1] / places[0]) ** (1 / 12)  # else their names overlap
+        for value in places[1:]:
+            if value >= apart * ticks[-1]:
+                ticks.append(value)
+        ax.set_xticks(ticks, [f"{value:,.10g}" for value in ticks])
         ax.tick_params(axis="x", which="minor", length=0)
     if frontier:
         every = [point for x, y, *_ in series.values() for point in zip(x, y)]

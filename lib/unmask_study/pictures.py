@@ -37,17 +37,20 @@ def heatmaps(
     rows: Sequence[str],
     columns: Sequence[str],
     limits: tuple[float, float] | None = None,
+    queries: int | None = None,
     numbers: str = "",
     rings: Sequence[tuple[int, int]] = (),
     borders: Mapping[str, Sequence[int]] | None = None,
     height: float = 0.3,
     **about: Any,
 ) -> Figure:
-    """Matrices side by side, the darker a cell the larger its value, all on one scale.
+    """Matrices side by side, the darker a cell the larger its value.
 
     Args:
         panels: title → matrix (R, C), of rows and columns with these names, which stand once.
         limits: values of the palest and the darkest colour; default: the least and the largest there are.
+        queries: which axis is queries, each with a scale of its own: 0 rows, 1 columns. Default: none, and
+            all panels have one scale.
         numbers: format of the value in each cell, for instance ".2f"; empty: none.
         rings: cells (row, column) that are outlined, for instance the right ones.
         borders: title → before which rows (and columns, where there are as many) a line goes.
@@ -60,9 +63,12 @@ def heatmaps(
     figure, drawn = axes(ncols=count, figsize=(WIDTH, tall), sharey=True, squeeze=False)
     for (title, matrix_RC), ax in zip(panels.items(), drawn[0], strict=True):
         matrix_RC = np.asarray(matrix_RC, float)
-        ax.pcolormesh(matrix_RC, cmap=BLUES, vmin=low, vmax=high, edgecolors=GRID, linewidth=0.6)
+        if queries is not None:
+            low, high = (end(matrix_RC, axis=1 - queries, keepdims=True) for end in (np.min, np.max))
+        shade_RC = (matrix_RC - low) / np.maximum(high - low, 1e-9)
+        ax.pcolormesh(shade_RC, cmap=BLUES, vmin=0, vmax=1, edgecolors=GRID, linewidth=0.6)
         for (r, c), value in np.ndenumerate(matrix_RC) if numbers else ():
-            color = PAPER if value > low + 0.75 * (high - low) else INK
+            color = PAPER if shade_RC[r, c] > 0.75 else INK
             text = f"{value:{numbers}}".replace("0.", ".")
             ax.text(c + 0.5, r + 0.5, text, ha="center", va="center", fontsize=8, color=color)
         for r, c in rings:
