@@ -93,10 +93,19 @@ def test_every_figure_is_labelled_readable_within_its_edges_and_of_known_colours
 
 
 def test_in_late_chunking_a_token_sees_all_and_its_chunk_averages_its_own():
-    meshes = [ax.collections[0].get_array().reshape(9, 9) for ax in pictures.attention_masks().axes]
-    causal, both, alone, late = meshes
+    shades = [ax.collections[0].get_array().reshape(9, 9) for ax in pictures.attention_masks().axes]
+    causal, both, alone, late = (2 * shade_LL for shade_LL in shades)  # of 2, which is darkest
     assert (causal == np.tril(both)).all() and (both == 1).all()
     assert (alone == 2 * np.kron(np.eye(3), np.ones((3, 3)))).all() and (late == 1 + alone / 2).all()
+
+
+def test_each_query_of_a_heat_map_has_its_own_scale():
+    one = {"": np.array([[0.1, 8.0], [0.2, 9.0], [0.4, 7.0]])}
+    for queries, matrix in ((1, one[""]), (0, one[""].T)):
+        names = {"rows": "abc"[: len(matrix)], "columns": "abc"[: matrix.shape[1]]}
+        figure = pictures.heatmaps({"": matrix}, **names, queries=queries, title="two queries")
+        shade = np.asarray(figure.axes[0].collections[0].get_array()).reshape(matrix.shape)
+        assert np.allclose(shade if queries else shade.T, [[0, 1 / 2], [1 / 3, 1], [1, 0]])
 
 
 def test_a_figure_is_saved_small_and_in_its_colours(tmp_path, monkeypatch):
