@@ -29,7 +29,7 @@ from unmask.evaluation.metrics import best_columns
 from unmask.evaluation.search import similarity
 from unmask.evaluation.tasks import Task, among_candidates, answers, copies, embed_task, evaluate, ndcg
 from unmask.models.backbone import computes_in_bf16
-from unmask.models.embedder import INSTRUCTIONS, Embedder, quantized
+from unmask.models.embedder import INSTRUCTIONS, Embedder
 from unmask.models.reranker import Reranker
 from unmask.store import code_fingerprint, content_hash, fingerprint
 from unmask_study.settings import EvaluationConfig
@@ -162,9 +162,7 @@ def ranks(task: Task, scores_NM: Tensor | np.ndarray) -> np.ndarray:
 
 def found_at(embedder: Embedder, task: Task, config: EvaluationConfig) -> np.ndarray:
     """`ranks` of an embedder, in INT8, each chunk read alone."""
-    vectors = embed_task(embedder, task, config, late_chunking=False)
-    codes = (quantized(rows, "int8") for rows in (vectors.queries_ND, vectors.chunks_MD))
-    return ranks(task, similarity(*codes))
+    return ranks(task, embed_task(embedder, task, config, late_chunking=False).similarity())
 
 
 def rerank_task(

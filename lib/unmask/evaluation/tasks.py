@@ -83,6 +83,11 @@ class Vectors:
     queries_ND: np.ndarray
     chunks_MD: np.ndarray
 
+    def similarity(self, precision: str = "int8", dimensions: int | None = None) -> Tensor:
+        """Cosines (N, M) of queries and chunks in a precision, at the first `dimensions`."""
+        both = (quantized(x, precision, dimensions) for x in (self.queries_ND, self.chunks_MD))
+        return similarity(*both)
+
 
 def copies(chunks: Sequence[str], gold: int, first: int = 0) -> set[int]:
     """The chunks of a document with the text of one of them, numbered from `first` on."""
@@ -113,8 +118,7 @@ def score_task(
     task: Task, vectors: Vectors, precision: str = "int8", dimensions: int | None = None
 ) -> np.ndarray:
     """nDCG@10 of each query, cosine similarity, in a precision and at the first `dimensions`."""
-    q_ND = quantized(vectors.queries_ND, precision, dimensions)
-    return ndcg(task, similarity(q_ND, quantized(vectors.chunks_MD, precision, dimensions)))
+    return ndcg(task, vectors.similarity(precision, dimensions))
 
 
 def among_candidates(task: Task, scores_NM: Tensor | np.ndarray) -> Tensor:

@@ -178,12 +178,12 @@ class Watch:
         axes, *beneath = figure.subplots(2 if self.probe else 1, squeeze=False, sharex=True).flat
         axes.plot(self.loss, color="C0", alpha=0.3, linewidth=0.8)
         axes.plot(pd.Series(self.loss).ewm(alpha=0.1).mean(), color="C0")
-        axes.set(ylabel="loss (nats)", xlim=(0, max(self.total, 2) - 1))
+        axes.set(title=self.title, ylabel="loss (nats)", xlim=(0, max(self.total, 2) - 1))
         for below in beneath:
             at = [row["step"] - 1 for row in self.probed]  # after this step, as the loss counts them
             below.plot(at, list(map(quality, self.probed)), marker="o", color="C0", label="this model")
-            for number, (name, level) in enumerate(self.bars.items(), 1):
-                below.axhline(level, color=f"C{number}", linestyle="--", label=name)
+            for style, (name, level) in zip(itertools.cycle(("--", ":", "-.")), self.bars.items()):
+                below.axhline(level, color="0.4", linestyle=style, label=name)
             below.set(ylabel=self.label, ylim=(None if self.lower else 0, None))
             below.legend(frameon=False, ncols=3)
         figure.axes[-1].set_xlabel("step")
