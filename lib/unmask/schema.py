@@ -1,5 +1,6 @@
 """Checks what users write: sections of typed keys, errors in plain words, YAML without duplicate keys."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar, dataclass_transform
 
@@ -49,7 +50,8 @@ def explained(error: ValidationError, kind: type) -> str:
         return f"{where}: unknown key {key!r}{nearest(key, kind.__dataclass_fields__)}"
     if first["type"] == "missing":
         return f"missing {where}"
-    message = first["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    message = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    message = re.sub(r"^(Input|List|Tuple) should", "must", message)
     return f"{where} {message}" + ("" if first["type"] == "value_error" else f", got {first['input']!r}")
 
 
