@@ -57,7 +57,7 @@ def test_a_preset_says_of_all_stages_what_its_base_says_of_one(tmp_path, monkeyp
         ({"retrieval.logs": 1}, "retrieval.logs: unknown key 'logs'; did you mean 'log'"),
         ({"steps": 1}, "write section.key"),
         ({"pair.steps": 0}, "pair.steps must be greater than or equal to 1, got 0"),
-        ({"merge.t": []}, "merge.t must have at least 1 item, not 0, got []"),
+        ({"merge.t": []}, "merge.t must have at least 1 item, not 0, got"),
         ({"pair.lr": float("nan")}, "pair.lr must be a finite number"),
         ({"pair.pooling": "max"}, "pair.pooling must be 'mean' or 'last', got 'max'"),
         ({"pair.warmup": 10_000}, r"pair: warmup \+ decay exceed steps"),

@@ -645,7 +645,7 @@ REFUSED = {
     "no negatives": (
         [("a", "b", [])],
         {"stage": "triplet"},
-        "row 0: negatives List should have at least 1 item",
+        "row 0: negatives must have at least 1 item",
     ),
     "another stage": (PAIRS, {"stage": "pairs"}, "unknown stage 'pairs'; did you mean 'pair'"),
     "no stage": (PAIRS, {"stage": None}, "unknown stage None; known: pair"),
