@@ -233,15 +233,13 @@ EFFECTS = {
 
 
 def effects(topic: str) -> str:
-    """Differences that the committed runs measured, over their seeds, with 95 % intervals."""
+    """Differences that committed runs measured, over their seeds, with 95 % intervals."""
     contextual, *rows = EFFECTS[topic]
     told = "points, in context" if contextual else "points, plain tasks"
-    return report.markdown_table(
-        [
-            {told: words} | {f"`{run}`": difference(run, *of, contextual) for run in RUNS}
-            for words, *of in rows
-        ]
-    )
+    table = {run: [difference(run, *of, contextual) for _, *of in rows] for run in RUNS}
+    table = {f"`{run}`": column for run, column in table.items() if {*column} != {"–"}}
+    lines = zip([words for words, *_ in rows], *table.values(), strict=True)
+    return report.markdown_table([dict(zip((told, *table), line, strict=True)) for line in lines])
 
 
 def difference(run: str, notebook: str, ours: str, other: str, contextual: bool) -> str:

@@ -65,12 +65,7 @@ def heatmaps(
         matrix_RC = np.asarray(matrix_RC, float)
         if queries is not None:
             low, high = (end(matrix_RC, axis=1 - queries, keepdims=True) for end in (np.min, np.max))
-        shade_RC = (matrix_RC - low) / np.maximum(high - low, 1e-9)
-        ax.pcolormesh(shade_RC, cmap=BLUES, vmin=0, vmax=1, edgecolors=GRID, linewidth=0.6)
-        for (r, c), value in np.ndenumerate(matrix_RC) if numbers else ():
-            color = PAPER if shade_RC[r, c] > 0.75 else INK
-            text = f"{value:{numbers}}".replace("0.", ".")
-            ax.text(c + 0.5, r + 0.5, text, ha="center", va="center", fontsize=8, color=color)
+        _shaded(ax, matrix_RC, (matrix_RC - low) / np.maximum(high - low, 1e-9), numbers)
         for r, c in rings:
             ax.add_patch(
                 Rectangle((c + 0.05, r + 0.05), 0.9, 0.9, facecolor="none", edgecolor=ORANGE, linewidth=2)
@@ -85,6 +80,14 @@ def heatmaps(
         ax.tick_params(length=0, labelsize=8)
         ax.grid(visible=False)
     return finished(figure, **about)
+
+
+def _shaded(ax: plt.Axes, matrix_RC: np.ndarray, shade_RC: np.ndarray, numbers: str) -> None:
+    """Cells from the palest (0) to the darkest (1) blue, each with its value if a format is named."""
+    ax.pcolormesh(shade_RC, cmap=BLUES, vmin=0, vmax=1, edgecolors=GRID, linewidth=0.6)
+    for (r, c), value in np.ndenumerate(matrix_RC) if numbers else ():
+        text, color = f"{value:{numbers}}".replace("0.", "."), PAPER if shade_RC[r, c] > 0.75 else INK
+        ax.text(c + 0.5, r + 0.5, text, ha="center", va="center", fontsize=8, color=color)
 
 
 def attention_masks() -> Figure:
