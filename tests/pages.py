@@ -20,6 +20,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
+from unmask.config import resolved
 from unmask.store import read_json, repository
 from unmask.training import watch
 from unmask_study import evidence, figures, pictures, report
@@ -41,15 +42,28 @@ MODELS = {name: name for name in OUTSIDE}
 MODELS |= {"pair": "ours, pairs", "contextual": "ours, context", "merged": "ours, merged"}
 
 
+def committed_run(run: str) -> Run:
+    """A committed run, with the values that it was made with, whatever its preset says now."""
+    made, now = read_json(RESULTS / run / "provenance.json")["preset"], resolved(load_preset(run))
+    values = {
+        f"{name}.{key}": value
+        for name, section in made.items()
+        if isinstance(section, dict)
+        for key, value in section.items()
+        if key in now.get(name, ())
+    }
+    return Run("12_report", run, load_preset(run, values))
+
+
 def claims(run: str) -> list[dict]:
     """The claims of a committed run, over its seeds."""
-    return evidence.claims(Run("12_report", run, load_preset(run)))
+    return evidence.claims(committed_run(run))
 
 
 def quality(run: str) -> str:
     """nDCG@10 of the recipe's stages beside two references, over the seeds that have all of these stages:
     docs, code, chunks in context, with the heading before each, and Wikipedia."""
-    by_seed = evidence.metrics(Run("12_report", run, load_preset(run)))
+    by_seed = evidence.metrics(committed_run(run))
     every = {seed: report.measured(report.STAGES, one) | _headed(one) for seed, one in by_seed.items()}
     every = {seed: one for seed, one in every.items() if MODELS.keys() <= one.keys()}
     families = evidence.gathered(every.values())
@@ -244,7 +258,7 @@ def effects(topic: str) -> str:
 
 def difference(run: str, notebook: str, ours: str, other: str, contextual: bool) -> str:
     """How much more one system finds than another; a dash where a run kept no scores of both."""
-    studies = evidence.runs(Run("12_report", run, load_preset(run))).values()
+    studies = evidence.runs(committed_run(run)).values()
     studies = (replace(one, notebook=notebook) for one in studies)
     found, seeds = evidence.kept_effect(studies, ours, other, contextual)
     if not found:
@@ -365,7 +379,7 @@ def drawings() -> dict[Path, str]:
 
 def by_context(run: str) -> figures.Figure:
     """What each system finds in context: chunks alone, with their document, with its heading before each."""
-    by_seed = evidence.metrics(Run("12_report", run, load_preset(run))).values()
+    by_seed = evidence.metrics(committed_run(run)).values()
     found = evidence.gathered(report.measured(report.STAGES, one) | _headed(one) for one in by_seed)
     late, headed = ("contextual",), [name for name in found if name.endswith(HEADED)]
     groups = {"alone": (*OUTSIDE, "pair"), "late": late, "headed": headed}
