@@ -128,20 +128,20 @@ def learnt(name: str, curve: Sequence[Mapping[str, Any]]) -> Gate:
     return gate(f"{name}: loss at the end, below its start", end, "<=", start)
 
 
-def denoises(trained: Nats, untrained: Nats, causal: float, slope: float, *, beats: bool) -> list[Gate]:
+def denoises(trained: Nats, slope: float, bars: Mapping[str, float]) -> list[Gate]:
     """Whether a diffusion backbone uses the unmasked text, and learnt to: nats per masked token must rise
-    with the share of masks, and at the fewest masks lie below those of the base made bidirectional.
+    with the share of masks, and at the fewest masks lie below some bars.
 
     Args:
-        trained, untrained: share of masks → nats per masked token, from the fewest masks to 1.
-        causal: nats per token of the causal parent; slope: least rise in nats, fewest masks to all.
-        beats: whether nats at the fewest masks must not exceed the parent's; for pretrained parents.
+        trained: share of masks → nats per masked token, from the fewest masks to 1.
+        slope: least rise in nats, fewest masks to all.
+        bars: whose nats → how many, for instance those of the base made bidirectional, untrained.
     """
     few, most = min(trained, key=float), max(trained, key=float)
     least = trained[few]
-    gates = [gate(f"denoising slope, nats from t = {few} to {most}", trained[most] - least, ">=", slope)]
-    gates.append(gate(f"nats at t = {few}, at most the untrained base's", least, "<=", untrained[few]))
-    return gates + [gate(f"nats at t = {few}, at most the causal parent's", least, "<=", causal)] * beats
+    rise = gate(f"denoising slope, nats from t = {few} to {most}", trained[most] - least, ">=", slope)
+    below = [gate(f"nats at t = {few}, at most {whose}", least, "<=", bar) for whose, bar in bars.items()]
+    return [rise, *below]
 
 
 def above(name: str, scores: Scores, other: Scores, tasks: Sequence[Task]) -> Gate:

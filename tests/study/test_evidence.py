@@ -122,11 +122,18 @@ def test_a_loss_falls_within_each_data_set():
 
 
 def test_a_denoiser_uses_what_is_left_of_the_text():
+    bars = {"the untrained base's": 3.2, "the causal parent's": 2.9}
     found = [
-        evidence.denoises({"0.05": left, "1.0": right}, {"0.05": 3.2, "1.0": 9.0}, 2.9, 4.0, beats=beats)
-        for left, right, beats in [(2.5, 9.0, True), (3.1, 9.0, True), (3.3, 9.0, False), (3.1, 7.0, False)]
+        evidence.denoises({"0.05": left, "1.0": right}, 4.0, bars)
+        for left, right in [(2.5, 9.0), (3.1, 9.0), (3.3, 9.0), (2.5, 6.0)]
     ]
-    assert [*map(passed, found)] == [[True] * 3, [True, True, False], [True, False], [False, True]]
+    assert [*map(passed, found)] == [
+        [True] * 3,
+        [True, True, False],
+        [True, False, False],
+        [False, True, True],
+    ]
+    assert found[0][2]["name"] == "nats at t = 0.05, at most the causal parent's"
 
 
 def test_a_model_at_chance_is_found_out():
