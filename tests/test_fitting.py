@@ -660,7 +660,9 @@ REFUSED = {
     "half a character": ([("a", "b"), ("a", "\ud83d")], {}, "row 1: document must be a valid string, unable"),
     "empty text": ([("a", "b"), ("a", " ")], {}, "row 1: document must not be empty"),
     "number": ([("a", 7)], {}, "row 0: document must be a valid string, got 7"),
+    "zero width": ([("a", "b"), ("a", "\u200b")], {}, "row 1: document must not be empty"),
     "hold_out": (PAIRS, {"hold_out": 1.0}, "hold_out must be a share below 1"),
+    "hold_out in words": (PAIRS, {"hold_out": "0.1"}, "hold_out must be a share below 1, got '0.1'"),
     "gold": ([DOCUMENTS[0] | {"golds": [2]}], {"stage": "contextual"}, "row 0: golds must be .* 0 to 1"),
 }
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig
 from unmask.data.corpus import Corpus, write_table
 from unmask.data.registry import Source
+from unmask.data.spelling import is_blank
 from unmask.data.tokens import encode, end_token
 from unmask.evaluation.exam import Division, Exam, Row, divided
 from unmask.models import backbone
@@ -37,7 +38,7 @@ from unmask.training import STAGES, Stage, TrainingStopped, Watch, train
 
 
 def _filled(text: str) -> str:
-    if not text.strip():
+    if is_blank(text):
         raise ValueError("must not be empty")
     return text
 

@@ -51,7 +51,7 @@ def explained(error: ValidationError, kind: type) -> str:
     if first["type"] == "missing":
         return f"missing {where}"
     message = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
-    message = re.sub(r"^(Input|List|Tuple) should", "must", message)
+    message = re.sub(r"^(Input|List|String|Tuple) should", "must", message)
     return f"{where} {message}" + ("" if first["type"] == "value_error" else f", got {first['input']!r}")
 
 

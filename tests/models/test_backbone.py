@@ -208,7 +208,7 @@ def test_layers_that_stay_keep_their_kind_and_their_place():
     assert [layer.self_attn.layer_idx for layer in cut.layers] == [0, 1]
 
 
-@pytest.mark.parametrize("numbers", [[], [0, 0], [0, 2], [-1]])
+@pytest.mark.parametrize("numbers", [[], [0, 0], [0, 2], [-1], [1.0]])
 def test_layers_that_a_model_has_not_are_one_message(numbers):
     with pytest.raises(ValueError, match=r"keep_layers \[.*one layer at least, of 0 to 1, and none twice"):
         backbone.keep_layers(tiny.model(), numbers)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class Division(NamedTuple):
 
 def divided(rows: list[Row], hold_out: float, stage: str) -> Division:
     """Holds some rows out, and takes what they share with others out of the training, counted."""
-    if not 0 <= hold_out < 1:
+    if not (isinstance(hold_out, Real) and 0 <= hold_out < 1):
         raise ValueError(f"hold_out must be a share below 1, got {hold_out!r}")
     held_N = held_out(rows, hold_out if stage != "diffusion" else 0)
     held = {text_id(text) for i in np.flatnonzero(held_N) for text in held_texts(rows[i])}

@@ -12,6 +12,7 @@ import logging
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 from warnings import warn
@@ -114,8 +115,9 @@ def keep_layers(model: PreTrainedModel, numbers: Sequence[int]) -> PreTrainedMod
     Source: the last three quarters of a language model can go before contrastive training (2410.14578).
     """
     config = model.config.get_text_config()
-    count, named = config.num_hidden_layers, {*numbers} if isinstance(numbers, Iterable) else {}
-    if not named or len(named) < len(numbers) or not named <= {*range(count)}:
+    count, named = config.num_hidden_layers, [*numbers] if isinstance(numbers, Iterable) else []
+    whole = all(isinstance(number, Integral) and 0 <= number < count for number in named)
+    if not (named and whole and len({*named}) == len(named)):
         each = f"a list of one layer at least, of 0 to {count - 1}, and none twice"
         raise ValueError(f"keep_layers {numbers}: name {each}")
     lists = (part for part in model.modules() if isinstance(part, torch.nn.ModuleList))
