@@ -92,7 +92,7 @@ OF_CPU += " cde.studies qwen3.start qwen3.trainings"
 
 @pytest.mark.slow
 def test_with_the_trainings_of_preset_cpu_every_claim_is_asked(shell, tmp_path, monkeypatch):
-    """Of a base cut short the bar is the base trained on."""
+    """A base cut short is trained on, too, as an arm of notebook 07."""
     monkeypatch.setattr(Run, "_sources", lambda self: [self.name])  # whatever `make smoke` has left
     base = tiny.model(bidirectional=False, head=True, length=512)
     backbone.save(base, tiny.tokenizer(), tmp_path / "ready")
