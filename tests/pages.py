@@ -10,6 +10,7 @@ import ast
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -77,6 +78,7 @@ def quality(run: str) -> str:
         row |= {"… with the heading": _mean(headed) + _few(headed, every_seed) if headed else "–"}
         rows.append(row | {"Wikipedia": _mean(away.get(model)) + _few(away.get(model, ()), every_seed)})
     seeds = f"Means over seeds {', '.join(map(str, every))}" if len(every) > 1 else "One seed"
+    seeds += "".join(f"; seed {seed} has no merged model" for seed in by_seed if seed not in every)
     return report.markdown_table(rows) + f"\n\n{seeds}. {_free_rival(every)}"
 
 
@@ -137,21 +139,19 @@ def verdicts() -> str:
     return "\n\n".join(map(report.markdown_table, rows.values()))
 
 
+TOO_FEW = dict.fromkeys(("one run", "two runs"), "too few seeds")
+
+
 def count() -> str:
-    """How many of the papers' own claims have which verdict, by run."""
+    """How many of the papers' own claims have which verdict, by run; those that hold are named."""
     told = []
     for run in reversed(RUNS):
         own = [one for one in claims(run) if one["group"] == "paper"]
-        groups = {"decided": [], "with too few seeds": [], "invalid": []}
-        for one in own:
-            kind = "decided" if one["verdict"] in evidence.VERDICTS[:3] else "with too few seeds"
-            groups["invalid" if one["verdict"] == "invalid" else kind].append(one)
-        words = [f"*{one['short']}* {one['verdict']}" for one in groups.pop("decided")]
-        words += [
-            f"{len(some)} {'is' if len(some) == 1 else 'are'} {kind}" for kind, some in groups.items() if some
-        ]
+        words = [f"*{one['short']}* holds" for one in own if one["verdict"] == "holds"]
+        kinds = Counter(TOO_FEW.get(one["verdict"], one["verdict"]) for one in own)
+        words += [f"{kind}: {many}" for kind, many in kinds.items() if kind != "holds"]
         told.append(f"`{run}`: {', '.join(words)}.")
-    return f"Four of the ten claims are the papers' own. {' '.join(told)} The other six are our controls."
+    return f"Ten claims are tested: four of the papers', six controls of ours. Of the four, {' '.join(told)}"
 
 
 def time_to_bm25() -> str:
@@ -210,19 +210,19 @@ def questions() -> str:
 
 # What the log says of the committed runs: topic → whether of tasks in context, and rows of words, of the
 # notebook, and of the two systems whose difference it is.
-LATE = "contextual, late chunking"
+LATE, ROOM = "contextual, late chunking", "contextual, long chunks"  # the latter with room for a heading
 EFFECTS = {
     "context": (
         True,
-        ("late chunking, untrained", "03_contextual", "pair, late chunking", "pair, chunks alone"),
+        ("late chunking, before training it", "03_contextual", "pair, late chunking", "pair, chunks alone"),
         ("contextual training with it", "03_contextual", LATE, "pair, chunks alone"),
-        ("… minus untrained late chunking", "03_contextual", LATE, "pair, late chunking"),
+        ("… minus late chunking before it", "03_contextual", LATE, "pair, late chunking"),
         ("… minus the same chunks trained each alone", "08_conteb", LATE, "flattened"),
-        ("… minus BM25, heading before each chunk", "08_conteb", LATE, "BM25, heading first"),
-        ("… minus the pair model, heading before each chunk", "08_conteb", LATE, "pair, heading first"),
-        ("… minus all-MiniLM-L6-v2, the same", "08_conteb", LATE, "all-MiniLM-L6-v2, heading first"),
+        ("… minus BM25, heading before each chunk", "03_contextual", ROOM, "BM25, heading first"),
+        ("… minus the pair model, heading before each chunk", "03_contextual", ROOM, "pair, heading first"),
+        ("… minus all-MiniLM-L6-v2, the same", "03_contextual", ROOM, "all-MiniLM-L6-v2, heading first"),
         ("InSeNT's objective minus the paper's", "08a_insent", "insent", LATE),
-        ("bits minus INT8 (the paper: −4.8)", "08_conteb", "contextual, binary", LATE),
+        ("bits minus INT8 (ConTEB, in the paper: −4.8)", "08_conteb", "contextual, binary", LATE),
     ),
     "negatives": (
         False,
@@ -415,7 +415,7 @@ def illustrations() -> dict[str, figures.Figure]:
     """The pages' pictures, from what the committed runs saved: name → figure."""
     own = [one for run in RUNS for one in claims(run) if one["group"] == "paper"]
     held = {one["key"] for one in own if one["verdict"] == "holds"}
-    title = f"The papers' claims: {len(held)} of {len(own) // len(RUNS)} shown so far (stars: the papers')"
+    title = f"Shown so far: {len(held)} of the papers' {len(own) // len(RUNS)} claims (stars: their figures)"
     drawn = {"claims": figures.claims({run: claims(run) for run in RUNS}, title=title)}
     drawn |= {"attention-masks": pictures.attention_masks(), "cost-and-quality": by_cost()}
     drawn["context-by-heading"] = by_context(next(reversed(RUNS)))

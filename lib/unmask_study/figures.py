@@ -265,7 +265,7 @@ def beside(panels: Mapping, *, highlight: Sequence = (), baselines: Sequence = (
 def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
     """Each claim's effect with its 95 % interval, a panel for each run, first the papers' own claims, then
     controls. Small dots are seeds; a tick across the row is the bar that the effect must lie above; open
-    stars are what the paper found. The axis is linear up to 10 points, then logarithmic, and the same in all
+    stars are what the paper found. The axis is linear up to 20 points, then logarithmic, and the same in all
     panels.
 
     Args:
@@ -291,8 +291,8 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
             if len(runs) == 1:
                 ax.text(1.01, y, one["effect"], transform=ax.get_yaxis_transform(), fontsize=8, va="center")
         ax.axvline(0, color=MUTED, linewidth=1)
-        ax.set_xscale("symlog", linthresh=10, linscale=1.5)
-        ax.set_xticks([-50, -10, -5, 0, 5, 10, 50], minor=False)
+        ax.set_xscale("symlog", linthresh=20, linscale=2)
+        ax.set_xticks([-50, -20, -10, 0, 10, 20, 50], minor=False)
         ax.xaxis.set_major_formatter("{x:g}")
         ax.set_title(name, fontsize=9.5)
         _name_rows(ax, rows, len(rows), fontsize=9)
@@ -301,7 +301,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
             ax.axhline(y - 0.5, color=MUTED, linewidth=1)
     for verdict in (verdict for verdict in VERDICTS if verdict in {one["verdict"] for one in every}):
         drawn[0, 0].plot([], [], **VERDICTS[verdict] | {"linestyle": "-"}, label=verdict)
-    return finished(figure, title=title, xlabel="points, logarithmic beyond 10")
+    return finished(figure, title=title, xlabel="points, logarithmic beyond 20")
 
 
 def _interval(ax: plt.Axes, y: float, value: float, low: float, high: float, look: Look, **text: str) -> None:
