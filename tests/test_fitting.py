@@ -293,6 +293,19 @@ def test_the_measure_counts_copies_and_asks_among_negatives(capsys):
     assert len(exam.task_of(triplets, held_N).chunks) == 90
 
 
+def test_a_document_of_several_rows_stands_once_among_the_texts():
+    """A row for each question, as SQuAD has them; an oracle would find all."""
+    several = [
+        {"chunks": [f"{i} a", f"{i} b"], "queries": [f"{i} {chunk}?"], "golds": [chunk]}
+        for i in range(30)
+        for chunk in (0, 1)
+    ]
+    task = exam.task_of(fitting._rows(several, "contextual"), np.arange(60) < 6)
+    assert len(task.chunks) == len({*task.chunks}) == 60 and len(task.queries) == 6
+    found = [{task.chunks[gold] for gold in golds} for golds in task.relevant]
+    assert found == [{f"{i} {'ab'[int(chunk)]}"} for i, chunk in (q[:-1].split() for q in task.queries)]
+
+
 def test_texts_without_a_word_are_fitted(model):
     assert fit(model, SIGNS, steps=np.int64(2), precision="fp32").helped.bm25 == 0
 
@@ -307,6 +320,19 @@ def test_three_epochs_whatever_the_batch(batch):
     rows, reads = ROWS["pair"], Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
     config = fitting._config("pair", exam.divided(rows, 0, "pair"), reads, {"batch": batch})
     assert config.steps == np.ceil(3 * len(rows) / min(batch, len(rows)))
+
+
+def test_a_schedule_longer_than_the_training_is_refused():
+    reads = Embedder(tiny.model(), tiny.tokenizer(), device="cpu")
+    with pytest.raises(ConfigError, match=r"pair: warmup \+ decay exceed steps \(100 > 3\)"):
+        fitting._config("pair", exam.divided(ROWS["pair"], 0, "pair"), reads, {"warmup": 100})
+
+
+def test_another_window_of_the_embedder_is_another_training(foreign, tmp_path):
+    """So the result has the settings of the embedder that was given."""
+    for length in (40, 30):
+        start = Embedder.from_pretrained(foreign, max_length=length)
+        assert fit(start, WORDS, folder=tmp_path / "kept", **SHORT).max_length == length
 
 
 def test_a_stage_that_averages_refuses_another_pooling(model):
@@ -417,6 +443,7 @@ def test_room_is_shared_by_the_chunks_that_there_are():
     assert (many.chunks, many.chunk_length) == (4, 60) and many.document_length <= 256
     assert contextual([900]).chunk_length == 256 and contextual([900], 2048).chunk_length == 256
     assert contextual([60] * 20, chunks=8).chunk_length == 31
+    assert contextual([100, 100], chunks=8).chunks == 2  # no document has more
     assert contextual([60] * 20, chunk_length=100).chunks == 4
 
 
@@ -512,6 +539,9 @@ def test_other_shapes_of_rows_are_read():
     lists = (iter(PAIRS), [*map(list, PAIRS)], frame.to_numpy(), frame.itertuples(index=False))
     for rows in (table, stream, frame, *lists):
         assert fitting._rows(rows, "pair") == ROWS["pair"]
+    mixed = pd.DataFrame({"query": ["a", "b"], "document": ["c", "d"], "note": [1, "x"]})
+    with pytest.raises(ValueError, match="mend it, or keep the columns query, document alone"):
+        fitting._rows(mixed, "pair")
     texts = [text for text, _ in PAIRS]
     for series in (pd.Series(texts), pl.Series(texts), pa.chunked_array([texts])):
         assert [row["text"] for row in fitting._rows(series, "diffusion")] == texts

@@ -376,13 +376,17 @@ def _merged(base: Layer, changes: Layer) -> Layer:
 
 
 def _check_stage(preset: Preset, stage: str) -> None:
-    """Refuses a schedule that is longer than the training, which a study's shorter ones may be, and as
-    `check_lengths`."""
+    """As `check_schedule`, which a study's shorter trainings need not pass, and as `check_lengths`."""
     config, where = getattr(preset, stage), f"preset {preset.name}: {stage}"
+    check_schedule(config, where)
+    check_lengths(config, preset.backbone.max_length, where)
+
+
+def check_schedule(config: TrainConfig, where: str) -> None:
+    """Refuses a schedule that is longer than the training."""
     scheduled = config.warmup + (config.decay if config.schedule == "wsd" else 0)
     if scheduled > config.steps:
         raise ConfigError(f"{where}: warmup + decay exceed steps ({scheduled} > {config.steps})")
-    check_lengths(config, preset.backbone.max_length, where)
 
 
 def check_lengths(config: TrainConfig, positions: int, where: str) -> None:

@@ -22,7 +22,7 @@ import torch
 from pydantic import AfterValidator, Field, ValidationError, create_model
 from transformers import PreTrainedTokenizerBase
 
-from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig
+from unmask.config import TRAINED, BackboneConfig, ClustersConfig, ParallelConfig, check_schedule
 from unmask.data.corpus import Corpus, write_table
 from unmask.data.registry import Source
 from unmask.data.spelling import is_blank
@@ -97,7 +97,8 @@ def fit(
             "diffusion": text.
         stage: one of these.
         folder: where the training is kept. The same call finds it there, or goes on with it after an
-            interruption. Default: nothing is kept but the result.
+            interruption. Default: nothing is kept but the result, and the
+            rows' tokens in the cache (UNMASK_ARTIFACTS names another).
         hold_out: share of the rows to hold out; 0: none. It needs 20 rows of different texts, and some of
             which no text stands in more than this share of the rows.
         bidirectional: whether a causal model is made to read both sides, before anything is measured.
@@ -168,7 +169,10 @@ def _rows(data: Iterable[Any], stage: str) -> list[Row]:
         raise ConfigError(f"unknown stage {stage!r}{nearest(stage, COLUMNS)}")
     columns, model, rows = [*COLUMNS[stage]], create_model(stage, **COLUMNS[stage]), []
     if hasattr(data, "__arrow_c_stream__"):
-        data = pa.chunked_array(data).to_pylist()
+        try:
+            data = pa.chunked_array(data).to_pylist()
+        except pa.ArrowException as error:
+            raise ValueError(f"{error}: mend it, or keep the columns {', '.join(columns)} alone") from None
     for number, row in enumerate(as_list(data, "[row, row]")):
         try:
             if not isinstance(row, Mapping):
@@ -302,7 +306,9 @@ def _config(
         section = {"negatives": max(len(row["negatives"]) for row in rows)} | section
     batch = values.get("batch", min(section["batch"], count, groups))  # no two rows of a text in one
     section = {"steps": math.ceil(EPOCHS * count / min(batch, count, groups))} | section | {"batch": batch}
-    return _checked(stage, {"warmup": section["steps"] // 10, "decay": section["steps"] // 5} | section)
+    shares = {"warmup": section["steps"] // 10, "decay": section["steps"] // 5}
+    check_schedule(config := _checked(stage, shares | section), stage)
+    return config
 
 
 def _lengths(
@@ -320,7 +326,7 @@ def _lengths(
         usual = min(int(np.quantile(longest, 0.75, method="lower")), section["chunk_length"])
         # A separator stands between two chunks.
         chunks = max(1, min(section["chunks"], most, (room + 1) // (usual + 1)))
-        section = section | {"chunks": values.get("chunks", chunks)}
+        section = section | {"chunks": min(values.get("chunks", chunks), most)}
         limits["chunk_length"] = max(1, (room + 1) // min(section["chunks"], most) - 1)
     cut = {key: limit for key, limit in limits.items() if limit < section.get(key, 0)}
     for key, limit in cut.items():

@@ -134,7 +134,11 @@ def write_json(path: Path, value: Any) -> Path:
 
 
 def link(path: Path, target: Path) -> None:
-    """Makes `path` a link to a folder beside or below it, at once."""
+    """Makes `path` a link to a folder beside or below it, at once. A folder of that name, as a copy that
+    follows links has, stays, with a word."""
+    if path.is_dir() and not path.is_symlink():
+        print(f"{path} is a folder and stays as it is: the model is {target}")
+        return
     with replacing(path) as new:
         new.symlink_to(os.path.relpath(target, path.parent), target_is_directory=True)
 
@@ -181,16 +185,15 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _refill(path: Path, new: Path) -> None:
-    """Moves the content of `new` into a folder that exists, weights last. One file of weights is replaced at
-    once; of several the old ones go first, so that a kill in between leaves no mixture."""
+    """Moves the content of `new` into a folder that exists. The old weights go first and the new ones come
+    last, so that a kill in between leaves no mixture."""
     theirs, ours = ({one for one in os.listdir(folder) if one[0] != "."} for folder in (path, new))
     weights = sorted(filter(WEIGHTS.fullmatch, ours))
     old = {*filter(WEIGHTS.fullmatch, theirs)}
     if foreign := theirs - ours - old - {"lost+found"}:
         raise ValueError(f"{path} holds {min(foreign)}, which is of something else: name another folder")
-    if len(weights) > 1 or old != {*weights}:
-        for name in old:
-            (path / name).unlink()
+    for name in old:
+        (path / name).unlink()
     for name in [*ours.difference(weights), *weights]:
         if (path / name).is_dir():
             shutil.rmtree(path / name)

@@ -56,13 +56,13 @@ def main(notebook: Path, parameters: dict[str, Any]) -> tuple[int, str]:
                 publish(executed, folders.results)
     except PapermillExecutionError as error:
         line = error.source.strip().partition("\n")[0]
-        why = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
+        why = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue):.4000}"
         with contextlib.suppress(OSError):
             print(error, flush=True)
         return PREEMPTED if error.ename == "TrainingStopped" else 1, why
     except (RuntimeError, ValueError, OSError) as error:
         hint = ": killed, usually for lack of memory" * ("Kernel died" in str(error))
-        return 1, f"\n  {error}{hint}"
+        return 1, f"\n  {error!s:.4000}{hint}"
     return 0, ""
 
 

@@ -27,7 +27,16 @@ from unmask.data.mining import cached_array
 from unmask.data.spelling import canonical, distinct
 from unmask.evaluation.metrics import best_columns
 from unmask.evaluation.search import similarity
-from unmask.evaluation.tasks import Task, among_candidates, answers, copies, embed_task, evaluate, ndcg
+from unmask.evaluation.tasks import (
+    Task,
+    among_candidates,
+    answers,
+    copies,
+    documents_of,
+    embed_task,
+    evaluate,
+    ndcg,
+)
 from unmask.models.backbone import computes_in_bf16
 from unmask.models.embedder import INSTRUCTIONS, Embedder
 from unmask.models.reranker import Reranker
@@ -86,7 +95,7 @@ def _pair_task(name: str, family: str, rows: list[dict], config: EvaluationConfi
 
 def _document_task(name: str, family: str, rows: list[dict], config: EvaluationConfig) -> Task:
     documents, answered, first = [], [], 0
-    rows = [row for row in rows if len(row["chunks"]) <= config.max_documents]
+    rows = [row for row in documents_of(rows) if len(row["chunks"]) <= config.max_documents]
     for row in sorted(rows, key=lambda row: _hash(row["document_id"])):
         if first + len(row["chunks"]) > config.max_documents:
             break

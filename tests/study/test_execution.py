@@ -135,6 +135,7 @@ def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
 
 FAILURES = {
     "import os; os.kill(os.getpid(), 9)": "00_bad.ipynb failed\n  Kernel died: killed, usually for lack of",
+    "raise ValueError('x' * 200_000)": "in cell 3 (`raise ValueError('x' * 200_000)`)\n  ValueError: xxx",
     "print('a log')": "[Errno 28] No space left on device: '{log} or ",
 }
 

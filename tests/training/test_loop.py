@@ -17,7 +17,7 @@ from limits import full_disk
 from unmask.training import loop
 from unmask.training.distributed import Distributed
 from unmask.training.launch import STOP
-from unmask.training.watch import probes, seconds_until
+from unmask.training.watch import PROBES, probes, seconds_until
 
 
 def fit(folder, name="pair", backward=None, report=lambda row: None, **changes):
@@ -94,6 +94,8 @@ def test_what_is_measured_on_the_way_changes_nothing_and_is_kept(tmp_path):
     assert_same(plain, model, tmp_path)
     with pytest.raises(Interrupted):
         watched(tmp_path / "again", 5)
+    with (tmp_path / "again" / PROBES).open("a") as lines:  # half a line, as a full disk leaves
+        lines.write('{"step": 6, "sec')
     _, rows_parts = watched(tmp_path / "again")
     measured = rows_whole, rows_parts, probes(tmp_path / "again" / "model")
     whole, parts, kept = ([(row["step"], row["docs"]) for row in found] for found in measured)

@@ -178,7 +178,8 @@ def read(source: Source, unit: Unit, dropped: Counter[str]) -> Iterator[dict[str
         except BadRow as bad:
             if source.bad_rows == "stop":
                 what = f"{unit.file}, row {number}: {''.join(bad.args)}"
-                remedy = "correct it (in a registry `bad_rows: drop` leaves such rows out)"
+                other = "in a registry `bad_rows: drop` leaves such rows out"
+                remedy = f"correct it ({other if source.name else '--column names another'})"
                 raise ValueError(f"{what}; {remedy}") from None
             dropped[bad.args[0]] += 1
         else:

@@ -17,7 +17,7 @@ from unmask.config import EvaluationConfig
 from unmask.data.batches import apart, permuted
 from unmask.data.spelling import distinct, held_texts, row_texts, text_id, without_held
 from unmask.data.tokens import ending
-from unmask.evaluation.tasks import Task, answers, copies, evaluate, evaluate_bm25, probe
+from unmask.evaluation.tasks import Task, answers, copies, documents_of, evaluate, evaluate_bm25, probe
 from unmask.models.checkpoint import Settings
 from unmask.models.embedder import Embedder
 from unmask.training import Stage, Watch, probes, seconds_until
@@ -159,12 +159,15 @@ def bm25(task: Task) -> float:
 def task_of(rows: list[Row], held_N: np.ndarray, queries: int = QUERIES, texts: int = TEXTS) -> Task:
     """Held-out queries, and texts, so many at most, those of the held-out rows first. What answers a query is
     what stands in a row with it."""
+    if contextual := "chunks" in rows[0]:
+        rows = documents_of({**row, "held": held} for row, held in zip(rows, held_N))
+        held_N = np.array([row["held"] for row in rows])
     order_N = permuted(np.arange(len(rows)), len(rows), 0)
     order_N = order_N[np.argsort(~held_N[order_N], kind="stable")]
     sizes = [len(rows[i].get("chunks") or ["", *rows[i].get("negatives", [])]) for i in order_N]
     order_N = order_N[: max(1, np.searchsorted(np.cumsum(sizes), texts, side="right"))]
     rows, held = [rows[i] for i in order_N], held_N[order_N].sum()
-    if contextual := "chunks" in rows[0]:
+    if contextual:
         documents = [row["chunks"] for row in rows]
         firsts = np.cumsum([0, *map(len, documents)]).tolist()
         golds = [[copies(row["chunks"], gold, at) for gold in row["golds"]] for at, row in zip(firsts, rows)]

@@ -3,7 +3,7 @@
 Shape suffixes: N queries · M chunks · D dimensions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -93,6 +93,17 @@ def copies(chunks: Sequence[str], gold: int, first: int = 0) -> set[int]:
     """The chunks of a document with the text of one of them, numbered from `first` on."""
     text = canonical(chunks[gold])
     return {first + number for number, chunk in enumerate(chunks) if canonical(chunk) == text}
+
+
+def documents_of(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of documents, those of the same chunks as one, the first, with the queries of all."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        chunks = tuple(map(canonical, row["chunks"]))
+        same = found.setdefault(chunks, {**row, "queries": [], "golds": []})
+        same["queries"] += row["queries"]
+        same["golds"] += row["golds"]
+    return [*found.values()]
 
 
 def answers(rows: Sequence[tuple[str, set[int]]]) -> dict[str, set[int]]:

@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def identity(stage: Stage, model: nn.Module) -> dict[str, Any]:
     made_of = {f"{job.section}.{key}": values[key] for key in values.keys() - APART}
     made_of |= {key: getattr(job, key) for key in OPTIONS if key not in ("mined", "surrogate", "settings")}
     if job.settings:
-        made_of |= {"special tokens": job.settings.special_tokens, "normalize": job.settings.normalize}
+        made_of |= {"settings": replace(job.settings, about={}).facts}
     made_of |= {"stage": job.stage, "mask_token": job.backbone.mask_token, **stage.inputs()}
     made_of |= {"data": stage.corpus.hash, "tokenizer": stage.stored.hash}
     made_of |= {"weights": weights_hash(model), "library": library_hash(), "code": outside_code(stage)}

@@ -46,7 +46,8 @@ def probes(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()]
+    lines = file.read_text(encoding="utf8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # else half of it was written
 
 
 def seconds_until(rows: Sequence[dict[str, Any]], bar: float) -> float | None:
