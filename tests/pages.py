@@ -79,7 +79,7 @@ def quality(run: str) -> str:
         rows.append(row | {"Wikipedia": _mean(away.get(model)) + _few(away.get(model, ()), every_seed)})
     seeds = f"Means over seeds {', '.join(map(str, every))}" if len(every) > 1 else "One seed"
     seeds += "".join(f"; seed {seed} has no merged model" for seed in by_seed if seed not in every)
-    return report.markdown_table(rows) + f"\n\n{seeds}. {_free_rival(every)}"
+    return report.markdown_table(rows) + f"\n\n{seeds}.{_free_rival(every)}"
 
 
 def _few(values: Sequence[float], every: Mapping) -> str:
@@ -88,12 +88,15 @@ def _few(values: Sequence[float], every: Mapping) -> str:
 
 
 def _free_rival(every: Mapping[int, Mapping]) -> str:
-    """What training finds in context beside the pair model with the heading, over the same seeds."""
+    """What training finds in context beside the pair model with the heading, over the seeds that have both,
+    where not all have."""
     headed = "pair" + HEADED
     same = {seed: one for seed, one in every.items() if headed in one}
     trained, free = (mean(one[x]["contextual"] for one in same.values()) for x in ("contextual", headed))
-    where = f", seed {', '.join(map(str, same))}" * (len(same) < len(every))
-    return f"In context{where}: {trained:.2f} by training, {free:.2f} by the heading."
+    if len(same) == len(every):  # the table has both
+        return ""
+    seeds = ", ".join(map(str, same))
+    return f" In context, seed {seeds}: {trained:.2f} by training, {free:.2f} by the heading."
 
 
 def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
@@ -211,6 +214,7 @@ def questions() -> str:
 # What the log says of the committed runs: topic → whether of tasks in context, and rows of words, of the
 # notebook, and of the two systems whose difference it is.
 LATE, ROOM = "contextual, late chunking", "contextual, long chunks"  # the latter with room for a heading
+CODES = "binary", "INT8"
 EFFECTS = {
     "context": (
         True,
@@ -240,8 +244,8 @@ EFFECTS = {
         False,
         ("floats without the tanh minus INT8", "06_quantization", "merged, float32", "merged, INT8"),
         ("bits minus INT8", "06_quantization", "merged, binary", "merged, INT8"),
-        ("… at 256 dimensions", "06_quantization", "merged, binary, 256 dimensions", "merged, INT8"),
-        ("… at 64", "06_quantization", "merged, binary, 64 dimensions", "merged, INT8"),
+        ("… both at 256 dimensions", "06_quantization", *(f"merged, {x}, 256 dimensions" for x in CODES)),
+        ("… both at 64", "06_quantization", *(f"merged, {x}, 64 dimensions" for x in CODES)),
     ),
 }
 

@@ -104,6 +104,13 @@ def points(effect: Effect) -> str:
     return f"{value} [{low}, {high}] points"
 
 
+def clear(effects: Mapping[str, Effect]) -> str:
+    """Which of several effects do not have zero in their interval, as a sentence of an answer."""
+    gains = [name for name, one in effects.items() if one.low > 0]
+    losses = [name for name, one in effects.items() if one.high < 0]
+    return f"Clear gains: {', '.join(gains) or 'none'}; clear losses: {', '.join(losses) or 'none'}."
+
+
 # Gates
 
 
