@@ -340,7 +340,7 @@ def elsewhere(study: Run) -> str:
     of other code than this one."""
     copied = {str(seed): run for seed, run in runs(study).items() if not run.root.is_dir()}
     commits = sorted({run.load("provenance")["commit"][:7] or "no commit" for run in copied.values()})
-    return f", of which seed {', '.join(copied)} was trained elsewhere ({', '.join(commits)})" if copied else ""
+    return f", trained elsewhere: {', '.join(copied)} ({', '.join(commits)})" if copied else ""
 
 
 def left_out(study: Run) -> dict[str, str]:

@@ -291,7 +291,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
             if len(runs) == 1:
                 ax.text(1.01, y, one["effect"], transform=ax.get_yaxis_transform(), fontsize=8, va="center")
         ax.axvline(0, color=MUTED, linewidth=1)
-        ax.set_xscale("symlog", linthresh=20, linscale=2)
+        ax.set_xscale("symlog", linthresh=20, linscale=1)
         ax.set_xticks([-50, -20, -10, 0, 10, 20, 50], minor=False)
         ax.xaxis.set_major_formatter("{x:g}")
         ax.set_title(name, fontsize=9.5)

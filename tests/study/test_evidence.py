@@ -200,7 +200,7 @@ def test_seeds_that_were_trained_elsewhere_are_told(study):
     execute(study, *range(3))
     for run in list(evidence.runs(study).values())[:2]:
         run.root.mkdir(exist_ok=True)
-    assert evidence.elsewhere(study) == ", of which seed 2 was trained elsewhere (a1b2c3d)"
+    assert evidence.elsewhere(study) == ", trained elsewhere: 2 (a1b2c3d)"
 
 
 def claims(study):
