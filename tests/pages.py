@@ -92,9 +92,9 @@ def _free_rival(every: Mapping[int, Mapping]) -> str:
     where not all have."""
     headed = "pair" + HEADED
     same = {seed: one for seed, one in every.items() if headed in one}
-    trained, free = (mean(one[x]["contextual"] for one in same.values()) for x in ("contextual", headed))
     if len(same) == len(every):  # the table has both
         return ""
+    trained, free = (mean(one[x]["contextual"] for one in same.values()) for x in ("contextual", headed))
     seeds = ", ".join(map(str, same))
     return f" In context, seed {seeds}: {trained:.2f} by training, {free:.2f} by the heading."
 

@@ -97,8 +97,8 @@ def fit(
             "diffusion": text.
         stage: one of these.
         folder: where the training is kept. The same call finds it there, or goes on with it after an
-            interruption. Default: nothing is kept but the result, and the
-            rows' tokens in the cache (UNMASK_ARTIFACTS names another).
+            interruption. Default: nothing is kept but the result, and the rows' tokens in the cache
+            (UNMASK_ARTIFACTS names another).
         hold_out: share of the rows to hold out; 0: none. It needs 20 rows of different texts, and some of
             which no text stands in more than this share of the rows.
         bidirectional: whether a causal model is made to read both sides, before anything is measured.
@@ -327,7 +327,7 @@ def _lengths(
         # A separator stands between two chunks.
         chunks = max(1, min(section["chunks"], most, (room + 1) // (usual + 1)))
         section = section | {"chunks": min(values.get("chunks", chunks), most)}
-        limits["chunk_length"] = max(1, (room + 1) // min(section["chunks"], most) - 1)
+        limits["chunk_length"] = max(1, (room + 1) // section["chunks"] - 1)
     cut = {key: limit for key, limit in limits.items() if limit < section.get(key, 0)}
     for key, limit in cut.items():
         print(f"{key}: {limit} instead of {section[key]}, as many tokens as the model reads")

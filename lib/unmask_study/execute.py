@@ -56,13 +56,13 @@ def main(notebook: Path, parameters: dict[str, Any]) -> tuple[int, str]:
                 publish(executed, folders.results)
     except PapermillExecutionError as error:
         line = error.source.strip().partition("\n")[0]
-        why = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue):.4000}"
+        why = f" in cell {error.exec_count} (`{line}`)\n  {error.ename}: {strip_color(error.evalue)}"
         with contextlib.suppress(OSError):
             print(error, flush=True)
         return PREEMPTED if error.ename == "TrainingStopped" else 1, why
     except (RuntimeError, ValueError, OSError) as error:
         hint = ": killed, usually for lack of memory" * ("Kernel died" in str(error))
-        return 1, f"\n  {error!s:.4000}{hint}"
+        return 1, f"\n  {error}{hint}"
     return 0, ""
 
 
@@ -92,5 +92,5 @@ if __name__ == "__main__":
     reasons = os.fdopen(os.dup(2), "w")
     os.dup2(1, 2)  # what the kernel and libraries write below Python belongs into the log
     status, why = main(Path(sys.argv[1]), json.loads(sys.argv[2]))
-    print(why, end="", file=reasons)
+    print(why[:8000], end="", file=reasons)  # a pipe, which is read when this has ended, holds 64 KiB
     sys.exit(status)
