@@ -190,7 +190,11 @@ def by_verdict(claims: Sequence[Mapping[str, Any]], group: str) -> str:
     """The claims of a group by verdict, each with its effect, in Markdown; how many have none."""
     claims = [one for one in claims if one["group"] == group]
     told = [one for verdict in VERDICTS[:-2] for one in claims if one["verdict"] == verdict]
-    lines = [f"- **{one['verdict'].capitalize()}.** {one['claim']} {one['effect']} points" for one in told]
+    how = (", by an earlier definition" * one["why"].startswith("by an earlier") for one in told)
+    lines = [
+        f"- **{one['verdict'].capitalize()}{marked}.** {one['claim']} {one['effect']} points"
+        for one, marked in zip(told, how)
+    ]
     rest = f"\n\nNot asked, or not run: {len(claims) - len(told)} of {len(claims)} claims."
     return f"**{GROUPS[group]}**\n\n" + "\n".join(lines) + rest * (len(told) < len(claims))
 

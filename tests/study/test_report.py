@@ -97,6 +97,8 @@ def test_what_held_is_told_by_verdict():
     assert report.by_verdict(EVERY, "control").endswith(
         "\n- **Holds.** It is needed. +2.0 [+1.0, +3.0] points"
     )
+    before = [EVERY[-1] | {"why": "by an earlier definition: over all queries"}]
+    assert "- **Holds, by an earlier definition.** It is" in report.by_verdict(before, "control")
 
 
 def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatch, capsys):
