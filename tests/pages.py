@@ -189,7 +189,7 @@ FIGURES = {
 
 
 def questions() -> str:
-    """Each notebook's question, the answers that runs computed, and a figure from the largest model."""
+    """Each notebook's question, with the answer and a figure of the largest model that has them."""
     invalid = {
         run: {x["notebook"]: x["why"] for x in claims(run) if x["verdict"] == "invalid"} for run in RUNS
     }
@@ -204,9 +204,11 @@ def questions() -> str:
             missed = evidence.failed(chain(*saved["gates"].values())) or invalid[run].get(name, "")
             why = f"*A training missed its gate, so this decides nothing ({missed}).* " if missed else ""
             number, executed = name.partition("_")[0], f"../papermill_runs/{run}/{name}.ipynb"
+            if told:
+                told[0] += f" The same of [`{run}`]({executed})."
+                continue
             told.append(f"{why}{saved['answer']} [Notebook {number}]({executed}), `{run}`, one run.")
-            if len(told) == 1:
-                shown = f'<img alt="{question}" src="{picture}">'
+            shown = f'<img alt="{question}" src="{picture}">'
         text.append("\n\n".join([f"### {question}", *told, shown]))
     return "\n\n".join(text)
 
