@@ -79,7 +79,7 @@ def quality(run: str) -> str:
         rows.append(row | {"Wikipedia": _mean(away.get(model)) + _few(away.get(model, ()), every_seed)})
     seeds = f"Means over seeds {', '.join(map(str, every))}" if len(every) > 1 else "One seed"
     seeds += "".join(f"; seed {seed} has no merged model" for seed in by_seed if seed not in every)
-    return report.markdown_table(rows) + f"\n\n{seeds}.{_free_rival(every)}"
+    return report.markdown_table(rows) + f"\n\n{seeds}."
 
 
 def _few(values: Sequence[float], every: Mapping) -> str:
@@ -87,41 +87,21 @@ def _few(values: Sequence[float], every: Mapping) -> str:
     return f" ({len(values)} seed{'s' * (len(values) > 1)})" * (0 < len(values) < len(every))
 
 
-def _free_rival(every: Mapping[int, Mapping]) -> str:
-    """What training finds in context beside the pair model with the heading, over the seeds that have both,
-    where not all have."""
-    headed = "pair" + HEADED
-    same = {seed: one for seed, one in every.items() if headed in one}
-    if len(same) == len(every):  # the table has both
-        return ""
-    trained, free = (mean(one[x]["contextual"] for one in same.values()) for x in ("contextual", headed))
-    seeds = ", ".join(map(str, same))
-    return f" In context, seed {seeds}: {trained:.2f} by training, {free:.2f} by the heading."
-
-
 def _headed(metrics: dict[str, dict]) -> dict[str, dict[str, float]]:
     """The systems that read the document's heading before each chunk: the mean over contextual tasks."""
-    longer, shorter = (metrics.get(name, {}).get("rivals", {}) for name in ("08_conteb", "03_contextual"))
-    rivals = longer | shorter
+    rivals = metrics.get("03_contextual", {}).get("rivals", {})
     return {name: {"contextual": mean(row.values())} for name, row in rivals.items() if HEADED in name}
 
 
 def _wikipedia(metrics: dict[str, dict]) -> dict[str, float]:
-    """nDCG@10 on Wikipedia of the same models, each paragraph alone. Earlier runs call the task SQuAD, and
-    have it in percent, from notebook 08 or 03."""
-    earlier = metrics.get("08_conteb", {}).get("squad") or metrics.get("03_contextual", {}).get("squad", {})
-    found = {name: {"Wikipedia": value / 100} for name, value in earlier.items()}
-    found |= metrics.get("08_conteb", {}).get("elsewhere", {})
-    merged = metrics.get("09a_public", {}).get("elsewhere", {}).get("ours (INT8)", {})
-    found["merged"] = {"Wikipedia": merged["SQuAD"]} if "SQuAD" in merged else merged
+    """nDCG@10 on Wikipedia of the same models, each paragraph alone."""
+    found, merged = (metrics.get(name, {}).get("elsewhere", {}) for name in ("08_conteb", "09a_public"))
+    found = found | {"merged": merged.get("ours (INT8)", {})}
     return {n.removesuffix(", chunks alone"): x["Wikipedia"] for n, x in found.items() if "Wikipedia" in x}
 
 
 def _mean(values: list[float] | None) -> str:
     return f"{mean(values):.2f}" if values else "not run"
-
-
-EARLIER = " †"  # behind a verdict by earlier code and an earlier definition
 
 
 def verdicts() -> str:
@@ -135,9 +115,7 @@ def verdicts() -> str:
         for run, one in zip(RUNS, claim, strict=True):
             seeds = f" ({len(one['seeds'])})" if one["seeds"] else ""
             effect = f"{one['effect']}{seeds}: " if one["value"] is not None else ""
-            row[f"`{run}`"] = f"{effect}**{one['verdict']}**" + EARLIER * one["why"].startswith(
-                "by an earlier"
-            )
+            row[f"`{run}`"] = f"{effect}**{one['verdict']}**" + " †" * evidence.is_earlier(one)
         rows[group].append(row)
     return "\n\n".join(map(report.markdown_table, rows.values()))
 
@@ -162,8 +140,6 @@ def time_to_bm25() -> str:
     rows = []
     for run in RUNS:
         pair, made = (read_json(RESULTS / run / f"{name}.json") for name in ("02_pair", "provenance"))
-        if not pair.get("measured"):  # earlier runs
-            continue
         host, seconds = made["hardware"], pair["time_to_bm25"]
         where = f"{host['cores']} cores of {host['cpu']}, {'with' if host['bf16'] else 'without'} bf16"
         takes = f"{seconds / 60:.0f} minutes" if seconds else "–"
@@ -196,20 +172,16 @@ def questions() -> str:
     text = []
     for name, figure in FIGURES.items():
         cells = read_json(ROOT / "notebooks" / f"{name}.ipynb")["cells"]
-        question, told = "".join(cells[0]["source"]).partition("**Question.** ")[2].strip(), []
-        for run in reversed(RUNS):
-            saved, picture = read_json(RESULTS / run / f"{name}.json"), f"{run}/figures/{name}-{figure}.png"
-            if "answer" not in saved or not (RESULTS / picture).is_file():
-                continue
-            missed = evidence.failed(chain(*saved["gates"].values())) or invalid[run].get(name, "")
-            why = f"*A training missed its gate, so this decides nothing ({missed}).* " if missed else ""
-            number, executed = name.partition("_")[0], f"../papermill_runs/{run}/{name}.ipynb"
-            if told:
-                told[0] += f" The same of [`{run}`]({executed})."
-                continue
-            told.append(f"{why}{saved['answer']} [Notebook {number}]({executed}), `{run}`, one run.")
-            shown = f'<img alt="{question}" src="{picture}">'
-        text.append("\n\n".join([f"### {question}", *told, shown]))
+        question = "".join(cells[0]["source"]).partition("**Question.** ")[2].strip()
+        picture = {run: f"{run}/figures/{name}-{figure}.png" for run in reversed(RUNS)}
+        saved = {run: read_json(RESULTS / run / f"{name}.json") for run in picture}
+        run, *others = (r for r in picture if "answer" in saved[r] and (RESULTS / picture[r]).is_file())
+        missed = evidence.failed(chain(*saved[run]["gates"].values())) or invalid[run].get(name, "")
+        why = f"*A training missed its gate, so this decides nothing ({missed}).* " if missed else ""
+        number, page = name.partition("_")[0], f"../papermill_runs/{{}}/{name}.ipynb"
+        told = f"{why}{saved[run]['answer']} [Notebook {number}]({page.format(run)}), `{run}`, one run."
+        told += "".join(f" The same of [`{other}`]({page.format(other)})." for other in others)
+        text.append(f'### {question}\n\n{told}\n\n<img alt="{question}" src="{picture[run]}">')
     return "\n\n".join(text)
 
 

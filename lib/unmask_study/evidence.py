@@ -265,6 +265,11 @@ def claims(study: Run) -> list[Line]:
     return lines
 
 
+def is_earlier(claim: Mapping[str, Any]) -> bool:
+    """Whether what a claim says was measured by an earlier definition."""
+    return claim["why"].startswith("by an earlier definition")
+
+
 def _of_claim(about: Claim, study: Run) -> pd.DataFrame:
     """The scores of the systems that a claim compares, on the tasks on which all of them have some."""
     scores = load_scores(study)

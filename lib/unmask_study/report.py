@@ -11,7 +11,16 @@ import yaml
 from IPython.display import SVG, Markdown, display
 
 from unmask.evaluation.tasks import Task
-from unmask_study.evidence import GROUPS, VERDICTS, Gate, Scores, above_chance, learnt, save_scores
+from unmask_study.evidence import (
+    GROUPS,
+    VERDICTS,
+    Gate,
+    Scores,
+    above_chance,
+    is_earlier,
+    learnt,
+    save_scores,
+)
 from unmask_study.recipe import recipe
 from unmask_study.run import Run
 
@@ -190,10 +199,10 @@ def by_verdict(claims: Sequence[Mapping[str, Any]], group: str) -> str:
     """The claims of a group by verdict, each with its effect, in Markdown; how many have none."""
     claims = [one for one in claims if one["group"] == group]
     told = [one for verdict in VERDICTS[:-2] for one in claims if one["verdict"] == verdict]
-    how = (", by an earlier definition" * one["why"].startswith("by an earlier") for one in told)
+    verdicts = (one["verdict"] + ", by an earlier definition" * is_earlier(one) for one in told)
     lines = [
-        f"- **{one['verdict'].capitalize()}{marked}.** {one['claim']} {one['effect']} points"
-        for one, marked in zip(told, how)
+        f"- **{verdict.capitalize()}.** {one['claim']} {one['effect']} points"
+        for verdict, one in zip(verdicts, told)
     ]
     rest = f"\n\nNot asked, or not run: {len(claims) - len(told)} of {len(claims)} claims."
     return f"**{GROUPS[group]}**\n\n" + "\n".join(lines) + rest * (len(told) < len(claims))
