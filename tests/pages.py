@@ -270,7 +270,7 @@ def coverage() -> str:
     rows = re.findall(r"^\| (?!table or figure|-)(.+?) \| (.+?) \| (.+?) \|$", page, re.M)
     missing = sum("not built" in here or "not known" in here for _, here, _ in rows)
     alone = sum(needs.startswith("nothing") and "not built" not in here for _, here, needs in rows)
-    lines = {"filled on this machine, with a small model and own tasks": alone}
+    lines = {"need nothing but this machine: a small model, own tasks": alone}
     lines |= {"built, and need the Hub, a GPU or a language model": len(rows) - alone - missing}
     lines |= {"not built, or not known": missing, "all": len(rows)}
     return report.markdown_table(
@@ -359,8 +359,8 @@ def by_context(run: str) -> figures.Figure:
     """What each system finds in context: chunks alone, with their document, with its heading before each."""
     by_seed = evidence.metrics(committed_run(run)).values()
     found = evidence.gathered(report.measured(report.STAGES, one) | _headed(one) for one in by_seed)
-    late, headed = ("contextual",), [name for name in found if name.endswith(HEADED)]
-    groups = {"alone": (*OUTSIDE, "pair"), "late": late, "headed": headed}
+    headed = [name for name in found if name.endswith(HEADED)]
+    groups = {"alone": (*OUTSIDE, "pair"), "late": ("contextual",), "headed": headed}
     drawn = {
         group: {n: found[n]["contextual"] for n in names if n in found} for group, names in groups.items()
     }
@@ -406,10 +406,11 @@ def illustrations() -> dict[str, figures.Figure]:
 
 def similarities(heat: dict) -> figures.Figure:
     """Cosines of chunks with queries, each chunk alone and with its document, as notebook 03 saved them."""
-    panels = {"each chunk alone": heat["alone"], "with its document": heat["late"]}
-    rings, edges = [*zip(heat["golds"], range(99))], [*accumulate(heat["documents"])][:-1]
+    panels = {"each chunk alone": np.array(heat["alone"]), "with its document": np.array(heat["late"])}
+    queries = range(len(heat["golds"]))
+    rings, edges = [*zip(heat["golds"], queries)], [*accumulate(heat["documents"])][:-1]
     named = {"rows": heat["chunks"], "columns": heat["queries"], "borders": dict.fromkeys(panels, edges)}
-    first = [sum(np.argmax(x, 0) == heat["golds"]) for x in panels.values()]
+    first = [((x >= x[heat["golds"], queries]).sum(0) == 1).sum() for x in panels.values()]
     ways = f"{first[0]} of {len(rings)} queries alone, for {first[1]} with its document"
     title = f"The right chunk (ringed) is nearest for {ways}"
     return pictures.heatmaps(panels, rings=rings, queries=1, numbers=".2f", height=0.24, title=title, **named)

@@ -18,7 +18,7 @@ import yaml
 
 from unmask.extras import extra
 from unmask.store import replacing
-from unmask_study.evidence import GROUPS
+from unmask_study.evidence import GROUPS, is_earlier
 
 with extra("study"):
     import matplotlib.pyplot as plt
@@ -265,8 +265,8 @@ def beside(panels: Mapping, *, highlight: Sequence = (), baselines: Sequence = (
 def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
     """Each claim's effect with its 95 % interval, a panel for each run, first the papers' own claims, then
     controls. Small dots are seeds; a tick across the row is the bar that the effect must lie above; open
-    stars are what the paper found. The axis is linear up to 20 points, then logarithmic, and the same in all
-    panels.
+    stars are what the paper found; pale is what was measured by an earlier definition. The axis is linear up
+    to 20 points, then logarithmic, and the same in all panels.
 
     Args:
         runs: name → claims, as in claims.json (`unmask_study.evidence.claims`), in the order of the rows.
@@ -283,6 +283,7 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
         for one in row:
             y, look, bar = rows.index(one["short"]), VERDICTS[one["verdict"]], 100 * one["bar"]
             ax.plot([bar, bar], [y - 0.3, y + 0.3], color=INK, linewidth=1.4)
+            look = look | {"alpha": 0.35} if is_earlier(one) else look
             _interval(ax, y, one["value"], *one["interval"], look)
             seeds = [100 * seed for seed in one["seeds"].values()]
             ax.plot(seeds, [y + 0.22] * len(seeds), ".", color=look["color"], markersize=4)
@@ -301,12 +302,16 @@ def claims(runs: Mapping[str, Sequence[Mapping]], *, title: str) -> Figure:
             ax.axhline(y - 0.5, color=MUTED, linewidth=1)
     for verdict in (verdict for verdict in VERDICTS if verdict in {one["verdict"] for one in every}):
         drawn[0, 0].plot([], [], **VERDICTS[verdict] | {"linestyle": "-"}, label=verdict)
+    if any(map(is_earlier, every)):
+        drawn[0, 0].plot(
+            [], [], color=MUTED, alpha=0.35, linewidth=2.4, label="pale: earlier code, unchecked"
+        )
     return finished(figure, title=title, xlabel="points, logarithmic beyond 20")
 
 
 def _interval(ax: plt.Axes, y: float, value: float, low: float, high: float, look: Look, **text: str) -> None:
     """A value and the ends of its interval, all shares, as a dot on a line in points."""
-    ax.hlines(y, 100 * low, 100 * high, color=look["color"], linewidth=2.4)
+    ax.hlines(y, 100 * low, 100 * high, color=look["color"], linewidth=2.4, alpha=look.get("alpha"))
     ax.plot(100 * value, y, **look, **text)
 
 

@@ -28,6 +28,7 @@ CLAIM |= {
     "interval": [0.01, 0.03],
     "verdict": "holds",
     "effect": "+2.0 [+1.0, +3.0]",
+    "why": "",
 }
 CURVES = {name: ([32, 64, 128], [0.1, 0.2, 0.3]) for name in NAMES}
 TWICE = {(n, how): ([0.1, 0.2], [0.2, 0.3], ["random", "64"]) for n in NAMES[:5] for how in ("on", "off")}
@@ -148,7 +149,7 @@ def test_the_frontier_goes_through_the_points_that_nothing_beats_in_both():
 
 def test_claims_show_signed_effects_seeds_and_bars_and_no_row_that_no_run_measured():
     bits = CLAIM | {"short": "bits", "value": -0.05, "interval": [-0.06, -0.04], "bar": -0.044}
-    bits |= {"verdict": "open", "seeds": {}, "paper": "−2 to −4.4"}
+    bits |= {"verdict": "open", "seeds": {}, "paper": "−2 to −4.4", "why": "by an earlier definition: …"}
     control = CLAIM | {"short": "control", "group": "control", "paper": "none", "seeds": {}}
     unasked = CLAIM | {"short": "unasked", "interval": None, "value": None, "seeds": {}}
     other = {"short": "elsewhere"}
@@ -170,6 +171,7 @@ def test_claims_show_signed_effects_seeds_and_bars_and_no_row_that_no_run_measur
     seeds, *_ = (line.get_xdata() for line in ax.lines if line.get_marker() == "." and len(line.get_xdata()))
     np.testing.assert_allclose(seeds, [1.5, 2.5])
     assert ax.texts[0].get_text() == "+2.0 [+1.0, +3.0]"
+    assert [lines.get_alpha() for lines in ax.collections] == [None, None, 0.35]  # pale: earlier
 
 
 def test_names_keep_what_the_font_has_and_are_no_formulas():
