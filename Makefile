@@ -61,7 +61,7 @@ SETTINGS := from unmask.children import ENVIRONMENT; print(*(f"--env {name} {val
 lab: $(READY)
 	@$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (unmask)" \
 	  $$($(BIN)/python -c '$(SETTINGS)') \
-	  --env PYTHONWARNINGS "ignore:IProgress not found" --env TOKENIZERS_PARALLELISM false >/dev/null
+	  --env PYTHONWARNINGS "ignore:IProgress not found" >/dev/null
 	@mkdir -p $(VENV)/share/jupyter/lab/settings
 	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}' \
 	  >$(VENV)/share/jupyter/lab/settings/overrides.json

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -25,7 +26,7 @@ from unmask.data.tokenize import build
 from unmask.models.jobs import encode_file
 from unmask.models.merge import slerp
 from unmask.models.onnx import export_onnx
-from unmask.store import alone, link, new_directory, read_json, write_json
+from unmask.store import alone, link, locked, new_directory, read_json, write_json
 from unmask_study import mirror
 from unmask_study.figures import Figure
 from unmask_study.settings import load_preset
@@ -189,6 +190,23 @@ def test_a_file_system_without_locks_is_told_with_place_and_remedy(model, tmp_pa
     with pytest.raises(OSError, match=r"No locks available; name a folder .*UNMASK_ARTIFACTS.*out") as caught:
         WRITERS[writer](model, tmp_path / "out.npy")
     assert caught.value.errno == errno.ENOLCK and not list(tmp_path.rglob("*lock"))
+
+
+def test_a_lock_of_somebody_else_stays(tmp_path, monkeypatch):
+    """Whoever may not open it does not delete it."""
+    (file := tmp_path / "one.lock").touch()
+    monkeypatch.setattr("filelock.FileLock.acquire", Mock(side_effect=PermissionError(errno.EACCES, "no")))
+    with pytest.raises(OSError, match="can be written and locked"), locked(file):
+        pass
+    assert file.exists()
+
+
+def test_an_array_is_computed_by_the_first_of_several(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNMASK_ARTIFACTS", str(tmp_path))
+    compute = Mock(side_effect=lambda: time.sleep(0.3) or np.arange(3))
+    with ThreadPoolExecutor(3) as pool:
+        found = [*pool.map(lambda _: cached_array("mined", ["a"], compute), range(3))]
+    assert [one.tolist() for one in found] == [[0, 1, 2]] * 3 and compute.call_count == 1
 
 
 def test_a_link_changes_at_once(tmp_path):

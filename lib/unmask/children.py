@@ -35,6 +35,8 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "2000",
     # Bars of `datasets` would stay in executed notebooks; the library has its own.
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    # Said aloud, or the tokenizer's threads end, with a warning, where a process forks.
+    "TOKENIZERS_PARALLELISM": "true",
     # On a GPU: batches of changing sizes leave no holes that are too small for the next one.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }

@@ -69,14 +69,15 @@ def locked(file: Path, *, timeout: float = -1) -> Iterator[None]:
         timeout: seconds to wait for it; negative: as long as it takes.
     Raises: Timeout if another process held it so long; OSError with place and remedy where none is to be had.
     """
-    lock = FileLock(file, timeout=timeout)
+    lock, new = FileLock(file, timeout=timeout), not file.exists()
     try:
         lock.acquire()
     except Timeout:
         raise
     except OSError as error:
-        with contextlib.suppress(OSError):
-            file.unlink()
+        if new:
+            with contextlib.suppress(OSError):
+                file.unlink()
         remedy = "name a folder that can be written and locked (UNMASK_ARTIFACTS: that of all runs)"
         raise OSError(error.errno, f"{error.strerror}; {remedy}", str(file)) from None
     try:

@@ -240,7 +240,8 @@ def claims(study: Run) -> list[Line]:
     for key, about in stated().items():
         notebook, before = about["notebook"], earlier.get(key, {"seeds": ()})
         ran = [seed for seed in saved if notebook in saved[seed]]
-        tables = {seed: _of_claim(about, replace(every[seed], notebook=notebook)) for seed in ran}
+        of = [about["ours"], *about["other"]], about["contextual"]
+        tables = {seed: _of_systems(replace(every[seed], notebook=notebook), *of) for seed in ran}
         queries = {seed: table[["task", "documents"]] for seed, table in tables.items() if len(table)}
         first = next(iter(queries.values()), None)
         pooled = {seed: tables[seed] for seed, asks in queries.items() if asks.equals(first)}
@@ -270,12 +271,12 @@ def is_earlier(claim: Mapping[str, Any]) -> bool:
     return claim["why"].startswith("by an earlier definition")
 
 
-def _of_claim(about: Claim, study: Run) -> pd.DataFrame:
-    """The scores of the systems that a claim compares, on the tasks on which all of them have some."""
+def _of_systems(study: Run, systems: Sequence[str], contextual: bool | None) -> pd.DataFrame:
+    """The scores of some systems on the tasks on which all of them have some, see `kept_effect`."""
     scores = load_scores(study)
-    scores = scores[(scores.family == "contextual") == about["contextual"]]
-    columns = ["task", "documents", about["ours"], *about["other"]]
-    return scores.reindex(columns=columns).dropna(ignore_index=True)
+    if contextual is not None:
+        scores = scores[(scores.family == "contextual") == contextual]
+    return scores.reindex(columns=["task", "documents", *systems]).dropna(ignore_index=True)
 
 
 def kept_effect(
@@ -287,15 +288,11 @@ def kept_effect(
         studies: a notebook's runs, one for each seed; those without such scores of both systems do not count.
         contextual: whether of contextual tasks alone, or of plain ones; None: of all.
     """
-    gains, documents = [], {}
-    for table in map(load_scores, studies):
-        if contextual is not None:
-            table = table[(table.family == "contextual") == contextual]
-        table = table.reindex(columns=["task", "documents", ours, other]).dropna()
-        if len(table):
-            gains.append(_by_task(table, table[ours] - table[other]))
-            documents = _by_task(table, table.documents)
-    return (effect(gains, documents) if gains else None), len(gains)
+    tables = [table for one in studies if len(table := _of_systems(one, [ours, other], contextual))]
+    asked = [table[["task", "documents"]] for table in tables]
+    same = [table for table, queries in zip(tables, asked) if queries.equals(asked[0])]
+    gains = [_by_task(table, table[ours] - table[other]) for table in same]
+    return (effect(gains, _by_task(same[0], same[0].documents)) if same else None), len(same)
 
 
 def _by_task(table: pd.DataFrame, x: pd.Series) -> dict[str, np.ndarray]:

@@ -113,7 +113,8 @@ class Runner:
         """
         ready = [one for one in self.waiting if self.left.isdisjoint(one.after)]
         several = self.jobs > 1 and len(ready) + len(self.running) > 1  # they share the cores
-        threads = {"OMP_NUM_THREADS": str(max(self.about["hardware"]["cores"] // self.jobs, 1))}
+        share = str(max(self.about["hardware"]["cores"] // self.jobs, 1))
+        threads = {"OMP_NUM_THREADS": share, "RAYON_NUM_THREADS": share}  # PyTorch's, and the tokenizer's
         for notebook in [] if stopped else ready[: self.jobs - len(self.running)]:
             place = min({*range(self.jobs)} - self.running.keys())
             devices = gpus(self.pipeline.preset.parallel, place, self.jobs)
@@ -209,7 +210,6 @@ def variables(folders: Folders) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel, whatever kernels its user has
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures go into the notebook
-        "TOKENIZERS_PARALLELISM": "false",  # it deadlocks, or warns, in processes that fork
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # one for each model would bury the rest
         "PYTHONWARNINGS": "ignore:IProgress not found",  # plain text bars are what is wanted
     }

@@ -117,7 +117,9 @@ def load(path: str | Path, config: EvaluationConfig, kind: Any = Embedder) -> An
 def code_hash() -> str:
     """What scores depend on, beside the checkpoint and the task."""
     library = Path(unmask.__file__).parent
-    code = code_fingerprint(*(library / name for name in ("models", "data/tokens.py", "evaluation")))
+    code = code_fingerprint(
+        *(library / name for name in ("models", "data/spelling.py", "data/tokens.py", "evaluation"))
+    )
     return fingerprint(code, torch.__version__, transformers.__version__)
 
 

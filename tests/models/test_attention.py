@@ -73,6 +73,19 @@ def test_plain_attention_computes_the_same(bidirectional, tmp_path):
     assert AutoModel.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
+def test_plain_attention_drops_what_transformers_drops():
+    model = tiny.model().train()
+    for layer in model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    found = []
+    for ask in (lambda one: one.set_attn_implementation("eager"), plain_attention):
+        ask(model)
+        torch.manual_seed(0)
+        found.append(torch.cat(both_ways(model)))
+    assert_close(*found)
+    assert not torch.equal(torch.cat(both_ways(model)), found[1])  # drawn anew
+
+
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_plain_attention_reads_sequences_in_one_row_as_it_reads_each(bidirectional):
     """Also their gradients; and in one of the row's forward passes nothing is padded but for attention."""

@@ -257,6 +257,8 @@ def test_a_seed_that_asked_other_queries_is_not_pooled(study, changes):
     works = claims(study)["works"]
     assert (works["verdict"], [*works["seeds"]]) == ("two runs", ["0", "2"])
     assert works["why"] == "left out, since they asked other queries: seeds 1"
+    studies = [replace(run, notebook="02_pair") for run in evidence.runs(study).values()]
+    assert evidence.kept_effect(studies, "new", "old")[1] == 2
 
 
 def test_what_was_run_and_kept_no_scores_is_told_and_what_is_broken_named(study):

@@ -9,6 +9,7 @@ W ranks of the window.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ from unmask.data.corpus import Corpus
 from unmask.data.spelling import distinct
 from unmask.data.tokenize import TokenPairs
 from unmask.data.tokens import PlainTokenizer
-from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, replacing
+from unmask.store import artifacts_root, code_fingerprint, fingerprint, hash64, locked, replacing
 
 Ranking = tuple[np.ndarray, np.ndarray]  # scores, and numbers of documents
 Search = Callable[[np.ndarray, int], Ranking]  # of queries, their k best
@@ -327,8 +328,10 @@ def cached_array(kind: str, key: Sequence[Any], compute: Callable[[], np.ndarray
     """An array that is computed once, stored under artifacts/data by what decides it and mapped into
     memory."""
     path = artifacts_root() / "data" / kind / f"{fingerprint(*key)}.npy"
-    if not path.is_file():
-        with replacing(path) as unfinished, unfinished.open("wb") as stream:
-            # Through Python, which says what is wrong with a disk: NumPy counts what it has written.
-            np.save(SimpleNamespace(write=stream.write), compute())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if path.is_file() else locked(path.with_suffix(".lock")):
+        if not path.is_file():  # nor has another process made it meanwhile
+            with replacing(path) as unfinished, unfinished.open("wb") as stream:
+                # Through Python, which says what is wrong with a disk: NumPy counts what it has written.
+                np.save(SimpleNamespace(write=stream.write), compute())
     return np.load(path, mmap_mode="r")

@@ -13,6 +13,7 @@ import regex
 import torch
 from torch import Tensor
 
+from unmask.evaluation.search import best_of
 from unmask.models.arguments import as_list, check_texts
 
 # A word is a run of letters, digits and the combining marks that Indic scripts write vowels with, so that an
@@ -80,8 +81,7 @@ def best_columns(scores_NM: Tensor, k: int, document_ids: Sequence[str] | None =
     # Python compares strings by code point, which is the byte order of UTF-8 that trec_eval's strcmp sees.
     descending = sorted(range(documents), key=ids.__getitem__, reverse=True)
     column_M = torch.tensor(descending, device=scores_NM.device)
-    order_NM = scores_NM[:, column_M].argsort(dim=1, descending=True, stable=True)
-    return column_M[order_NM[:, :k]].cpu().numpy()
+    return column_M[best_of(scores_NM[:, column_M], k)[1]].cpu().numpy()
 
 
 def ranking_metrics(
@@ -103,8 +103,8 @@ def ranking_metrics(
         As `retrieval_metrics`.
 
     Raises:
-        ValueError: a query without relevant documents, a k below 1, numbers that are no integers or of 64
-            bits, or a query whose ranking holds a document twice.
+        ValueError: a query without relevant documents, a k below 1, numbers that are no integers, or a query
+            whose ranking holds a document twice.
 
     Example:
         >>> ranking_metrics(np.array([[7, 3, 5], [2, 0, 1]]), [{3}, {2, 9}], ks=(3,))["mrr@3"]
@@ -118,7 +118,9 @@ def ranking_metrics(
     twice_N = ((sorted_NK[:, 1:] == sorted_NK[:, :-1]) & (sorted_NK[:, 1:] >= 0)).any(axis=1)
     if twice_N.any():
         raise ValueError(f"The ranking of query {twice_N.argmax()} holds a document twice.")
-    count_N, hit_NK = np.array([len(columns) for columns in relevant]), _hits(ids_NK, relevant)
+    count_N = np.array([len(columns) for columns in relevant])
+    hits = [[number in columns for number in row] for row, columns in zip(ids_NK.tolist(), relevant)]
+    hit_NK = np.array(hits, bool)
     rank_K = np.arange(1, hit_NK.shape[1] + 1)
     discount_K = 1 / np.log2(rank_K + 1)
     ideal = np.cumsum(1 / np.log2(np.arange(max(ks)) + 2))  # DCG of relevant documents at all ranks so far
@@ -134,15 +136,6 @@ def ranking_metrics(
             f"precision@{k}": hit_Nk.sum(axis=1) / k,
         }
     return metrics if per_query else {name: float(values.mean()) for name, values in metrics.items()}
-
-
-def _hits(ids_NK: np.ndarray, relevant: Sequence[Set[int]]) -> np.ndarray:
-    """Which documents of the rankings are relevant (N, K)."""
-    size = 1 + max(int(ids_NK.max(initial=0)), int(max(map(max, relevant))))
-    if size * len(relevant) >= 2**63:
-        raise ValueError(f"There is no room for document {size - 1}: number the documents from 0.")
-    pairs = [query * size + int(column) for query, columns in enumerate(relevant) for column in columns]
-    return np.isin(np.arange(len(relevant))[:, None] * size + ids_NK, pairs) & (ids_NK >= 0)
 
 
 class Bm25:

@@ -43,11 +43,11 @@ class Task:
     def contextual(self) -> bool:
         return self.family == "contextual"
 
-    @property
+    @cached_property
     def chunks(self) -> list[str]:
         return [chunk for document in self.documents for chunk in document]
 
-    @property
+    @cached_property
     def document_M(self) -> np.ndarray:
         """The number of each chunk's document."""
         return np.repeat(np.arange(len(self.documents)), [len(chunks) for chunks in self.documents])

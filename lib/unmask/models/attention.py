@@ -140,6 +140,7 @@ def plain(
     attention_mask: Tensor | None,
     *,
     scaling: float,
+    dropout: float = 0.0,
     place_T: Tensor | None = None,
     token_NL: Tensor | None = None,
     **kwargs: object,
@@ -168,7 +169,9 @@ def plain(
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * scaling
     scores = scores if attention_mask is None else scores + attention_mask
-    out_NLHD = (scores.softmax(-1, torch.float32).to(value.dtype) @ value).transpose(1, 2)
+    weights = scores.softmax(-1, torch.float32).to(value.dtype)
+    weights = F.dropout(weights, dropout) if dropout else weights
+    out_NLHD = (weights @ value).transpose(1, 2)
     if token_NL is None:
         return out_NLHD.contiguous(), None
     return _Moved.apply(out_NLHD.flatten(0, 1), place_T, token_NL)[None], None

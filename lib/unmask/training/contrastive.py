@@ -7,7 +7,7 @@ negatives of a query · L tokens.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,8 @@ class Pair(Contrastive):
     @cached_property
     def neighbours(self) -> dict[str, Neighbours]:
         """The look-alikes in each data set, found by the process that comes first."""
-        stored, surrogate, config = self.stored, self.surrogate, self.config
+        stored, config = self.stored, self.config
+        surrogate = self.surrogate._replace(open=cache(self.surrogate.open))
         return {name: neighbours(name, rows, stored, surrogate, config) for name, rows in self.data.items()}
 
     def inputs(self) -> dict[str, str]:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from unmask.config import GROUPS, TrainConfig, check_lengths, stage_config
+from unmask.data import corpus, spelling
 from unmask.data.batches import BatchPlan
 from unmask.data.corpus import Corpus
 from unmask.data.mining import cached_array, sample
@@ -27,9 +28,10 @@ from unmask.data.tokenize import Table, TokenPairs, token_pairs
 from unmask.data.tokens import PlainTokenizer, Truncation, end_token, special_tokens_around
 from unmask.models import backbone
 from unmask.models.encoding import TokenSequence
-from unmask.store import artifacts_root, content_hash, fingerprint
+from unmask.store import artifacts_root, code_fingerprint, content_hash, fingerprint
 from unmask.training.job import OPTIONS, Job
 
+CODE = code_fingerprint(corpus.__file__, spelling.__file__)  # that decides what is held out
 WIDTH = 100  # characters of a text that `Stage.show` prints
 
 
@@ -209,7 +211,7 @@ class TextStage(Stage):
         return {name: token_pairs(table, *limits[name], negatives) for name, table in tables.items()}
 
     def table(self, name: str, rows: Dataset, file: str) -> Table:
-        held_out = cached_array("held-out", [self.corpus.hash], self.corpus.held_out)
+        held_out = cached_array("held-out", [self.corpus.hash, CODE], self.corpus.held_out)
         return Table(rows, name, file, self.stored, held_out)
 
     def tables(self, kind: str) -> dict[str, Table]:
