@@ -13,10 +13,18 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from unmask.schema import ConfigError, Section, Strict, checked
 from unmask.store import nearest, repository
+
+
+def _no_bool(value: Any) -> Any:
+    """YAML's `yes`, and `True` where a number is asked for, are not 1."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, got {value}")
+    return value
+
 
 Group = Literal["english", "cross-lingual", "multilingual", "code"]
 Family = Literal["english", "code", "cross-lingual", "multilingual", "contextual"]
@@ -27,8 +35,10 @@ Precision = Literal["bf16", "fp32"]
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Count = Annotated[int, Field(strict=True, ge=1)]
 Several = Annotated[int, Field(strict=True, ge=2)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
+Number = Annotated[float, BeforeValidator(_no_bool)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Positive = Annotated[Number, Field(gt=0)]
+Momentum = Annotated[Number, Field(ge=0, lt=1)]
 Ascending = AfterValidator(lambda sizes: tuple(sorted(sizes)))
 Sizes = Annotated[tuple[Count, ...], Field(min_length=1), Ascending]
 
@@ -109,8 +119,8 @@ class TrainConfig(ComputeConfig):
     schedule: Schedule = "cosine"  # after a linear warm-up; see `loop.lr_factor`
     warmup: Whole  # steps
     decay: Whole = 0  # last steps, for "wsd"
-    beta1: Share = 0.9
-    beta2: Share = 0.98
+    beta1: Momentum = 0.9
+    beta2: Momentum = 0.98
     weight_decay: Share = 0.01
     clip: Positive = 1.0  # l2 norm of the gradient
     precision: Precision = "bf16"  # autocast, where the processor has it

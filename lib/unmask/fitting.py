@@ -125,6 +125,10 @@ def fit(
         >>> embedder.encode(["how is 7 written?"]).dtype
         dtype('int8')
     """
+    if folder is not None and (not str(folder) or Path(folder).is_file()):
+        raise ValueError(f"folder is {str(folder)!r}: name one, or leave it out and nothing is kept")
+    if bidirectional not in (None, True, False):
+        raise ConfigError(f"bidirectional must be True or False, or be left out, got {bidirectional!r}")
     rows = _rows(data, stage)
     mask_token = values.pop("mask_token", "") if stage == "diffusion" else ""
     checked = _checked(stage, {"steps": 10**6, "warmup": 0} | SMALL[stage] | values)
@@ -176,10 +180,11 @@ def _rows(data: Iterable[Any], stage: str) -> list[Row]:
     for number, row in enumerate(as_list(data, "[row, row]")):
         try:
             if not isinstance(row, Mapping):
-                row = dict(zip(columns, [row] if isinstance(row, str) else row, strict=True))
+                row = dict(zip(columns, [row] if isinstance(row, str) else as_list(row, ""), strict=True))
             rows.append(vars(model(**{name: row[name] for name in columns if name in row})))
         except ValidationError as error:
-            raise ValueError(f"row {number}: {explained(error, model).lstrip()}") from None
+            has = "" if {*columns} <= {*row} else f"; the row has {', '.join(map(str, row))}"[:200]
+            raise ValueError(f"row {number}: {explained(error, model).lstrip()}{has}") from None
         except (TypeError, ValueError):
             each = f"({', '.join(columns)})"
             raise ValueError(f"row {number} is {str(row)[:80]}: give {each}, or a dict of these") from None

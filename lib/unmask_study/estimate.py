@@ -15,12 +15,13 @@ CORE = {True: 150e9, False: 50e9}  # FLOP/s of a processor's core, with bf16 ins
 BESIDE = 60.0  # seconds of a notebook beside its trainings
 
 
-def parameters(preset: Preset) -> int:
-    """Parameters of a model of the preset's sizes."""
+def parameters(preset: Preset) -> tuple[int, int]:
+    """Parameters of a model of the preset's sizes, and how many of them are no embeddings."""
     shape = preset.backbone
     widths = 2 * shape.heads * shape.head_size + 2 * shape.kv_heads * shape.head_size + 3 * shape.mlp_size
     layer = shape.hidden_size * (widths + 2) + 2 * shape.head_size
-    return shape.layers * layer + (1 + preset.data.vocab_size) * shape.hidden_size
+    body = shape.layers * layer + shape.hidden_size
+    return body + preset.data.vocab_size * shape.hidden_size, body
 
 
 def tokens(preset: Preset, stage: str) -> int:
@@ -39,7 +40,7 @@ def hours(preset: Preset, stage: str, hardware: Mapping[str, Any]) -> float:
     speed = hardware["cores"] * CORE[hardware["bf16"] and config.precision == "bf16"]
     if hardware["gpus"] or gpus > 1:
         speed = gpus * USED * PEAK[config.precision]
-    return 6 * parameters(preset) * tokens(preset, stage) * config.steps / speed / 3600
+    return 6 * parameters(preset)[0] * tokens(preset, stage) * config.steps / speed / 3600
 
 
 def stages(preset: Preset, notebooks: Iterable[Any]) -> dict[str, list[str]]:

@@ -115,13 +115,16 @@ def test_what_has_no_similarity_is_refused(wrong):
 
 FLOATS = np.ones((2, 6), np.float32)
 REFUSED = {
-    "k is 0: ask for one document or more": (codes(2), codes(5), 0),
+    "k must be at least 1, and whole, got 0": (codes(2), codes(5), 0),
+    "k must be at least 1, and whole, got 2.5": (codes(2), codes(5), 2.5),
+    "k must be at least 1, and whole, got True": (codes(2), codes(5), True),
     "queries have 8 columns of int8, documents 6 columns of int8": (codes(2, 8), codes(5), 1),
     "floats, documents 6 columns of int8: encode both in one precision": (FLOATS, codes(5), 1),
     "row 1 of the queries contains NaN": (FLOATS * [[1], [np.nan]], FLOATS, 1),
     "row 0 of the documents contains NaN": (FLOATS, FLOATS * [[np.nan], [1]], 1),
     "row 1 of the documents contains NaN or infinity": (FLOATS, FLOATS * [[1], [np.inf]], 1),
-    "queries as floats, int8 or uint8, got int16": (codes(2).astype(np.int16), codes(5), 1),
+    "queries as float16, float32, .*, got <i2": (codes(2).astype(np.int16), codes(5), 1),
+    "in this machine's byte order, got >f4": (codes(2).astype(">f4"), codes(5).astype("f4"), 1),
     r"queries as a matrix of one or more rows, got shape \(0, 6\)": (codes(2)[:0], codes(5), 1),
     r"documents as a matrix of one or more rows, got shape \(5, 0\)": (FLOATS[:, :0], np.ones((5, 0)), 1),
 }
@@ -147,7 +150,7 @@ def test_two_steps_rescore_the_candidates():
     row_3_is_nan = np.where(np.arange(10)[:, None] == 3, np.nan, q_ND)
     refused = {
         "both kinds of embeddings of the same texts, and packed bits": (q_ND, d_MD, q_NB, d_MB[1:], 2),
-        "k is 0": (q_ND, d_MD, q_NB, d_MB, 0),
+        "k must be at least 1, and whole, got 0": (q_ND, d_MD, q_NB, d_MB, 0),
         "give both kinds": (q_ND, d_MD[0], q_NB, d_MB, 2),
         "row 3 of the queries contains NaN": (row_3_is_nan, d_MD + 0.0, q_NB, d_MB, 2),
         "scores of the candidates contains NaN": (q_ND + 0.0, d_MD * np.nan, q_NB, d_MB, 2),

@@ -278,6 +278,12 @@ def test_normalised_vectors_have_unit_length(embedder):
     assert_close(unit.encode(TEXTS, "float32", 8), expected[:, :8])
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", ["cpu", "cuda:99"]])
+def test_a_device_that_is_not_there_is_named(device):
+    with pytest.raises(ValueError, match=r"device .* is not on this machine: leave it out"):
+        make(device=device)
+
+
 @pytest.mark.parametrize(("dtype", "options"), [("float32", {"mixed_precision": True}), ("bfloat16", {})])
 def test_emulated_bf16_is_refused(dtype, options, monkeypatch):
     monkeypatch.setattr(backbone, "has_bf16", lambda device: False)

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 
 from unmask.data.batches import parts
 from unmask.data.mining import Ranking, Search
+from unmask.models.arguments import check_counts
 
 QUERIES, DOCUMENTS = 64, 2**14  # of a tile: its scores stay in a core's cache; a GPU takes more queries
 FEW, FOR_FEW = 4, 2**20  # queries whose search is as fast as documents can be read; documents of their tile
@@ -120,6 +121,7 @@ def two_step(
     if d_MD.ndim != 2 or len(q_ND) != len(q_NB) or len(d_MD) != len(d_MB) or d_MB.dtype != np.uint8:
         raise ValueError("give both kinds of embeddings of the same texts, and packed bits as uint8")
     _check_request(q_ND, d_MD, k)
+    check_counts(candidates=candidates)
     if candidates < k:
         raise ValueError(f"candidates is {candidates}: the {k} best are chosen from them: raise it")
     ids_NC = np.sort(top_k(q_NB, d_MB, candidates)[1], axis=1)
@@ -146,8 +148,9 @@ def best_of(scores_QT: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _check(x_XD: np.ndarray, name: str) -> None:
     if x_XD.ndim != 2 or not x_XD.size:
         raise ValueError(f"a search needs {name} as a matrix of one or more rows, got shape {x_XD.shape}")
-    if x_XD.dtype.kind != "f" and x_XD.dtype not in (np.int8, np.uint8):
-        raise ValueError(f"a search needs {name} as floats, int8 or uint8, got {x_XD.dtype}")
+    if x_XD.dtype not in (np.float32, np.float16, np.float64, np.int8, np.uint8):
+        right = "float16, float32, float64, int8 or uint8, in this machine's byte order"
+        raise ValueError(f"a search needs {name} as {right}, got {x_XD.dtype.str}: .astype makes it one")
     if x_XD.dtype.kind == "f" and not np.isfinite([x_XD.min(), x_XD.max()]).all():
         row = int(np.argmin(np.isfinite(x_XD).all(axis=1)))
         raise ValueError(f"row {row} of the {name} contains NaN or infinity: look for what computed it")
@@ -155,8 +158,7 @@ def _check(x_XD: np.ndarray, name: str) -> None:
 
 def _check_request(q_ND: np.ndarray, d_MD: np.ndarray, k: int) -> None:
     _check(q_ND, "queries")
-    if k < 1:
-        raise ValueError(f"k is {k}: ask for one document or more")
+    check_counts(k=k)
     said = [f"{x.shape[1]} columns of {'floats' if x.dtype.kind == 'f' else x.dtype}" for x in (q_ND, d_MD)]
     if said[0] != said[1]:
         raise ValueError(f"queries have {said[0]}, documents {said[1]}: encode both in one precision")

@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 Name = Callable[[int], str]  # what an error calls the text or chunk of a number
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def as_list(texts: Iterable[Any], right: str) -> list[Any]:
     """A list of what is given, unless it would be one of letters, of names or in no order."""
-    if texts is None or isinstance(texts, str | Mapping | Set) or hasattr(texts, "columns"):
+    unordered = texts is None or isinstance(texts, str | Mapping | Set) or hasattr(texts, "columns")
+    if unordered or not np.iterable(texts):
         kind = "string" if isinstance(texts, str) else type(texts).__name__
         raise ValueError(f"expected a list, got one {kind}, {str(texts)[:80]!r}: write {right}")
     return list(texts)
@@ -20,7 +23,7 @@ def as_list(texts: Iterable[Any], right: str) -> list[Any]:
 def check_counts(**counts: int | None) -> None:
     """Refuses what is no whole number from 1 on; None is not given."""
     for name, count in counts.items():
-        if count is not None and not (isinstance(count, Integral) and count >= 1):
+        if count is not None and not (isinstance(count, Integral) and count is not True and count >= 1):
             raise ValueError(f"{name} must be at least 1, and whole, got {count!r}")
 
 

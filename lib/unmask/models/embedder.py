@@ -3,6 +3,7 @@
 Legend: B texts, D dimensions, L tokens, C chunks of a document, R rows (a text's, a chunk's, or a token's).
 """
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -370,7 +371,11 @@ def quantized(rows_BD: np.ndarray, precision: str, dimensions: int | None = None
 def _devices(device: Any) -> list[torch.device]:
     several = [device] if isinstance(device, (str, int, torch.device)) else device
     every = several or [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
-    return [torch.device(one) for one in every]
+    with contextlib.suppress(RuntimeError):  # no name of a device
+        found = [torch.device(one) for one in every]
+        if all(one.type != "cuda" or (one.index or 0) < torch.cuda.device_count() for one in found):
+            return found
+    raise ValueError(f'device {device!r} is not on this machine: leave it out, or take "cpu"')
 
 
 def _placed(

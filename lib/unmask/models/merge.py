@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from unmask.data.tokens import PlainTokenizer, special_tokens_around
 from unmask.extras import extra
 from unmask.models import backbone
+from unmask.models.arguments import as_list
 from unmask.models.checkpoint import Settings, settings_of
 from unmask.models.checkpoint import write as write_embedder
 from unmask.store import new_directory
@@ -92,9 +93,9 @@ def _checked(parents: Sequence[str | Path], path: Path) -> list[Path]:
 
     Raises: ValueError for none, one that is given twice, or that is no checkpoint's directory, or the path.
     """
-    if other := [one for one in parents if not isinstance(one, str | PathLike)]:
+    if other := [one for one in as_list(parents, "[folder, folder]") if not isinstance(one, str | PathLike)]:
         raise ValueError(f"a parent is a directory, got one {type(other[0]).__name__}: save_pretrained it")
-    folders = [Path(backbone.require_checkpoint(Path(one).resolve())) for one in parents]
+    folders = [Path(backbone.require_checkpoint(one)).resolve() for one in parents]
     if not folders or len({*folders}) < len(folders) or path.resolve() in folders:
         names = ", ".join(map(str, folders)) or "none"
         raise ValueError(f"{names} → {path}: name at least one parent, none twice, and another folder")

@@ -108,7 +108,7 @@ def backward(
         for this one.
     """
     while True:
-        torch.manual_seed(stage.config.seed * 1_000_003 + step + processes.rank * 7_368_787)
+        torch.manual_seed((stage.config.seed * 1_000_003 + step + processes.rank * 7_368_787) % 2**63)
         try:
             return stage.backward(forward, batch, processes)
         except torch.OutOfMemoryError:
