@@ -31,7 +31,7 @@ from unmask.evaluation.search import similarity
 from unmask.models import backbone
 from unmask.models.embedder import quantized
 from unmask.store import repository
-from unmask.training import TrainingStopped, Watch, probes
+from unmask.training import Pair, TrainingStopped, Watch, probes
 from unmask.training.contrastive import Contrastive
 from unmask.training.watch import quality
 
@@ -76,6 +76,22 @@ ROWS = {
 def test_every_stage_trains_on_rows(model, stage):
     embedder = fit(Embedder.from_pretrained(model), ROWS[stage], stage=stage, **SHORT)
     assert embedder.helped.queries >= 3
+
+
+class Mine(Pair):
+    """A loss of one's own."""
+
+    def loss(self, rows_RD, batch, **shared):
+        return super().loss(rows_RD, batch, **shared) + rows_RD.square().mean()
+
+
+def test_a_stage_of_ones_own_trains_on_rows(model, tmp_path):
+    values = {"steps": 3, "lr": 1e-2, "folder": tmp_path, "hold_out": 0}
+    plain, own = (fit(model, PAIRS, stage=stage, **values) for stage in ("pair", Mine))
+    assert plain.checkpoint.parent != own.checkpoint.parent
+    assert (plain.encode(["a"]) != own.encode(["a"])).any()
+    with pytest.raises(ConfigError, match=r"unknown stage <class 'int'>"):
+        fit(model, PAIRS, stage=int)
 
 
 def test_an_embedder_with_rounded_weights_starts_from_its_directory(model, monkeypatch):

@@ -70,7 +70,7 @@ def fit(
     model: Embedder | str | Path,
     data: Iterable[Any],
     *,
-    stage: str = "pair",
+    stage: str | type[Stage] = "pair",
     folder: str | Path | None = None,
     hold_out: float = 0.1,
     bidirectional: bool | None = None,
@@ -95,7 +95,8 @@ def fit(
             "pair": query, document; "triplet": query, document, negatives (a list);
             "contextual": chunks (a list), queries (a list), golds (for each query the number of its chunk);
             "diffusion": text.
-        stage: one of these.
+        stage: one of these, or a class that derives from one of theirs (`unmask.training`) and has a loss of
+            its own.
         folder: where the training is kept. The same call finds it there, or goes on with it after an
             interruption. Default: nothing is kept but the result, and the rows' tokens in the cache
             (UNMASK_ARTIFACTS names another).
@@ -110,9 +111,9 @@ def fit(
             process. Default: unless that would take more than a tenth of the training's time.
         values: any value of the stage's section (`unmask.config`), for instance steps, batch, lr; for
             "diffusion" also `mask_token`, the token of the vocabulary that plays [MASK]. By default
-            three epochs of batches of 128 rows, or of all rows if there are fewer, and for pairs the model's
-            pooling, else the mean. Where `cluster_size` or `filter_margin` ask for look-alikes, the model
-            finds them.
+            three epochs of batches of 128 rows (contextual 32, diffusion 16), or of all rows if there are
+            fewer, and for pairs the model's pooling, else the mean. Where `cluster_size` or `filter_margin`
+            ask for look-alikes, the model finds them.
     Returns: the embedder, in float32, with `helped` (None if nothing was held out) and `checkpoint`.
     Raises: ConfigError for an unknown stage, key or value, ValueError for rows that cannot be used, before a
         model is loaded; ValueError for a model that the stage cannot train, and for layers that it has not;
@@ -129,6 +130,10 @@ def fit(
         raise ValueError(f"folder is {str(folder)!r}: name one, or leave it out and nothing is kept")
     if bidirectional not in (None, True, False):
         raise ConfigError(f"bidirectional must be True or False, or be left out, got {bidirectional!r}")
+    if progress not in (None, True, False):
+        raise ConfigError(f"progress must be True or False, or be left out, got {progress!r}")
+    own = isinstance(stage, type) and issubclass(stage, Stage)
+    kind, stage = (stage, stage.section) if own else (STAGES.get(stage), stage)
     rows = _rows(data, stage)
     mask_token = values.pop("mask_token", "") if stage == "diffusion" else ""
     checked = _checked(stage, {"steps": 10**6, "warmup": 0} | SMALL[stage] | values)
@@ -138,8 +143,8 @@ def fit(
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory())).absolute()
         place.mkdir(parents=True, exist_ok=True)
         stack.enter_context(alone(place))
-        start = _start(model, stage, place, bidirectional, keep_layers)
-        training = _training(stage, start, division, values, mask_token, place)
+        start = _start(model, kind, place, bidirectional, keep_layers)
+        training = _training(kind, start, division, values, mask_token, place)
         return _trained(training, start, division, place / stage, bool(folder), progress)
 
 
@@ -211,21 +216,23 @@ class Start(NamedTuple):
 
 
 def _start(
-    model: Embedder | str | Path, stage: str, place: Path, bidirectional: bool | None, layers: Any
+    model: Embedder | str | Path, kind: type[Stage], place: Path, bidirectional: bool | None, layers: Any
 ) -> Start:
     """The model as it is trained and measured; a given embedder stays as it is."""
-    given = isinstance(model, Embedder)
+    given, stage = isinstance(model, Embedder), kind.section
     source = "" if given else folder_of(model)
     embedder = _copied(model) if given else Embedder.from_pretrained(source, mixed_precision=False)
     settings, causal = embedder.settings, not backbone.sees_both_sides(embedder.model)
-    if bidirectional is False and (STAGES[stage].bidirectional or not causal):
+    if bidirectional is False and (kind.bidirectional or not causal):
         what = "this model" if not causal else f"stage {stage!r}"
         raise ConfigError(f"bidirectional=False: {what} reads both sides, leave it out")
     if settings.pooling != "mean" and stage != "pair":
-        raise ValueError(f"stage {stage!r} trains the mean of tokens, this model pools {settings.pooling!r}")
+        raise ValueError(
+            f"stage {stage!r} trains the mean of tokens, this model pools {settings.pooling!r}: take 'pair'"
+        )
     if layers is not None:
         backbone.keep_layers(embedder.model, layers)
-    if layers is not None and STAGES[stage].head and not given:
+    if layers is not None and kind.head and not given:
         source = backbone.cut_short(source, layers, place / "cut")
     elif given or layers is not None:
         source = embedder.save_pretrained(place / "start")
@@ -244,10 +251,10 @@ def _copied(embedder: Embedder) -> Embedder:
 
 
 def _training(
-    stage: str, start: Start, division: Division, values: Row, mask_token: str, place: Path
+    kind: type[Stage], start: Start, division: Division, values: Row, mask_token: str, place: Path
 ) -> Stage:
     """The stage, on a corpus of the rows to train on; prints what it is going to do."""
-    tokenizer = backbone.load_tokenizer(start.path)
+    stage, tokenizer = kind.section, backbone.load_tokenizer(start.path)
     ready = _backbone(start.path, tokenizer, mask_token, stage)
     longest = _longest(division.rows, tokenizer)
     config = _config(stage, division, start.embedder, values, longest)
@@ -259,7 +266,7 @@ def _training(
     recipe = SimpleNamespace(backbone=ready, clusters=clusters, parallel=processes, **{stage: config})
     corpus = _corpus(place, stage, division.training)
     reading = {"bidirectional": start.turned, "settings": start.embedder.settings}
-    return STAGES[stage](recipe, corpus, tokenizer, **reading)
+    return kind(recipe, corpus, tokenizer, **reading)
 
 
 # --- values

@@ -53,10 +53,29 @@ def stages(preset: Preset, notebooks: Iterable[Any]) -> dict[str, list[str]]:
     return new
 
 
+def studied(preset: Preset) -> dict[str, dict[str, float]]:
+    """The large trainings that notebooks have beside the recipe's: notebook → stage → how many times as much
+    as that stage they read."""
+    ablation, qwen3, pair = preset.ablation, preset.qwen3, preset.pair
+    steps = ablation.steps + (len(ablation.rates) * ablation.rate_steps if len(ablation.rates) > 1 else 0)
+    arms = (3 + len(ablation.arms)) * steps * (ablation.batch or pair.batch) / (pair.steps * pair.batch)
+    pretrained = sum(arm in ablation.arms for arm in ("AR continued, mean", "masked next token, mean"))
+    first = qwen3.weak_steps / qwen3.steps * (qwen3.query_length + qwen3.document_length)
+    first /= qwen3.query_length + (1 + qwen3.negatives) * qwen3.document_length
+    return {
+        "07_diffusion_vs_ar": {"diffusion": pretrained, "pair": arms},
+        "10_cde": {"cde": len(preset.cde.trainings) - 1},
+        "11_qwen3_embedding": {"qwen3": first + len({"no-weak", "one-size"} & {*qwen3.trainings})},
+    }
+
+
 def seconds(preset: Preset, notebooks: Iterable[Any], hardware: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each notebook, see `stages`."""
-    every = stages(preset, notebooks).items()
-    return {name: BESIDE + 3600 * sum(hours(preset, stage, hardware) for stage in new) for name, new in every}
+    """Seconds of each notebook, see `stages` and `studied`."""
+    more, total = studied(preset), {}
+    for name, new in stages(preset, notebooks).items():
+        parts = [*dict.fromkeys(new, 1).items(), *more.get(name, {}).items()]
+        total[name] = BESIDE + 3600 * sum(times * hours(preset, stage, hardware) for stage, times in parts)
+    return total
 
 
 def together(seconds: Mapping[Any, float], jobs: int) -> float:
@@ -77,4 +96,7 @@ def describe(preset: Preset, notebooks: Iterable, due: Iterable, hardware: Mappi
         for stage in new if name in names else ():
             work = f"{getattr(preset, stage).steps:,} steps × {tokens(preset, stage):,} tokens"
             rows.append(f"  {name:<20}{stage:<12}{work:>32}{hours(preset, stage, hardware):>9,.2f} hours")
+        for stage, times in studied(preset).get(name, {}).items() if name in names else ():
+            work, took = f"as {times:.2f} of that stage", times * hours(preset, stage, hardware)
+            rows += [f"  {name:<20}{stage:<12}{work:>32}{took:>9,.2f} hours"] * (times > 0)
     return "\n".join(rows)

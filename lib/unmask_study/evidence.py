@@ -12,7 +12,7 @@ Shape suffixes: N queries · C documents that they ask for · S seeds.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -240,8 +240,8 @@ def claims(study: Run) -> list[Line]:
     for key, about in stated().items():
         notebook, before = about["notebook"], earlier.get(key, {"seeds": ()})
         ran = [seed for seed in saved if notebook in saved[seed]]
-        of = [about["ours"], *about["other"]], about["contextual"]
-        tables = {seed: _of_systems(replace(every[seed], notebook=notebook), *of) for seed in ran}
+        ask = partial(_of_systems, systems=[about["ours"], *about["other"]], contextual=about["contextual"])
+        tables = {seed: ask(replace(every[seed], notebook=notebook)) for seed in ran}
         queries = {seed: table[["task", "documents"]] for seed, table in tables.items() if len(table)}
         first = next(iter(queries.values()), None)
         pooled = {seed: tables[seed] for seed, asks in queries.items() if asks.equals(first)}

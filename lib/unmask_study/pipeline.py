@@ -156,7 +156,8 @@ class Pipeline:
                 due[one] = why
                 if missing := [name for name in one.needs if name not in names and not self.done(name)]:
                     needs = f"{one.name} needs the output of {', '.join(missing)}, which is not done"
-                    raise ValueError(f"{needs}: --to {one.name[:2]} runs all that is due before it, too")
+                    number = one.name.partition("_")[0]
+                    raise ValueError(f"{needs}: --to {number} runs all that is due before it, too")
         return due
 
     def _saved(self, notebook: Notebook) -> str:

@@ -97,8 +97,8 @@ class Run:
                 if name != self.name:
                     print(f"{notebook}: taken from run {name!r}")
                 return path
-        preset, run = self.config.name, self.recorded.name
-        command = f"unmask run --preset {preset}{f' --run {run}' * (run != preset)} --to {notebook[:2]}"
+        preset, run, number = self.config.name, self.recorded.name, notebook.partition("_")[0]
+        command = f"unmask run --preset {preset}{f' --run {run}' * (run != preset)} --to {number}"
         remedy = f"make it with `{command}` and your --set; --dry-run says how long that takes"
         raise FileNotFoundError(f"{self.notebook} needs {notebook}: {remedy}")
 

@@ -172,8 +172,8 @@ def check_machine(parallel: ParallelConfig, named: int | None, jobs: int) -> Non
 
     Args:
         named, jobs: what --gpus and --jobs said; None: not given.
-    Raises: ValueError if the machine has too few GPUs, trainings on several of them would run side by
-        side, or nothing starts the other machines' processes.
+    Raises: ValueError if the machine has too few GPUs, or some that PyTorch cannot use, trainings on several
+        of them would run side by side, or nothing starts the other machines' processes.
     """
     machines, here, there = parallel.num_machines, parallel.per_machine, len(_visible())
     if machines > 1 and not parallel.launcher:
@@ -185,6 +185,13 @@ def check_machine(parallel: ParallelConfig, named: int | None, jobs: int) -> Non
         raise ValueError(f"{here} GPUs are needed on this machine, and it has {there}: {fits}; {cpus}")
     if jobs > 1 and parallel.num_processes > 1 and (there or named or parallel.launcher):
         raise ValueError("a training on several GPUs takes all of them: --jobs 1")
+    if there:
+        import torch  # noqa: PLC0415 (takes seconds)
+
+        if torch.cuda.device_count() < min(here, there):
+            seen = f"nvidia-smi lists {there} GPUs, PyTorch {torch.__version__} can use"
+            remedy = "install its CUDA build, or a newer driver; CUDA_VISIBLE_DEVICES= trains on CPUs"
+            raise ValueError(f"{seen} {torch.cuda.device_count()}: {remedy}")
 
 
 def gpus(parallel: ParallelConfig, place: int, jobs: int) -> dict[str, str]:

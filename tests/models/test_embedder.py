@@ -278,6 +278,11 @@ def test_normalised_vectors_have_unit_length(embedder):
     assert_close(unit.encode(TEXTS, "float32", 8), expected[:, :8])
 
 
+def test_a_language_model_with_its_output_matrix_is_refused():
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM ends in words: give its \.base_model"):
+        Embedder(tiny.model(head=True), tiny.tokenizer(), device="cpu")
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", ["cpu", "cuda:99"]])
 def test_a_device_that_is_not_there_is_named(device):
     with pytest.raises(ValueError, match=r"device .* is not on this machine: leave it out"):

@@ -241,6 +241,7 @@ def test_independent_notebooks_run_side_by_side_each_with_a_gpu(checkout, monkey
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("unmask_study.runner.gpu_names", lambda: ["one", "another"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     checkout.notebook("00_left", meeting("left", "right"))
     checkout.notebook("01_right", meeting("right", "left"))
     after = "from pathlib import Path\nassert Path('artifacts/smoke/01_right/done.json').exists()"

@@ -244,9 +244,14 @@ def test_a_machine_that_cannot_is_refused(monkeypatch, machine, refused):
     visible, processes, machines, gpus, jobs = machine
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(runner, "gpu_names", lambda: ["GPU"] * 8)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     parallel = ParallelConfig(num_processes=processes, num_machines=machines)
     with pytest.raises(ValueError, match=refused) if refused else nullcontext():
         runner.check_machine(parallel, gpus, jobs)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)  # its build, or an old driver
+    if visible and not refused:
+        with pytest.raises(ValueError, match=r"nvidia-smi lists \d GPUs, PyTorch .* can use 0: install"):
+            runner.check_machine(parallel, gpus, jobs)
 
 
 SEEN = [  # CUDA_VISIBLE_DEVICES, GPUs, processes, place, --jobs, and what a notebook sees

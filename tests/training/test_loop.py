@@ -7,7 +7,8 @@ from itertools import count
 import pytest
 import tiny_stages
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_stages import Interrupted, Reported
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -135,9 +136,23 @@ def test_checkpoints_hold_no_pickle_and_what_a_kill_left_half_written_is_not_tak
     stopped(tmp_path, 3)
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert [path.name for path in saved.iterdir()] == ["shard-00001-model-00001-of-00001.safetensors"]
-    saved.rename(saved.with_name(".new.tmp"))
+    saved.rename(saved.with_name(f".{saved.name}.tmp"))
     assert stopped(tmp_path, 3)[0]["done"] == 0
     assert [*saved.parent.iterdir()] == [saved]
+
+
+def test_a_checkpoint_with_a_hole_is_not_taken(tmp_path):
+    """As where the file of one of several processes is missing: a tensor's first row is nowhere."""
+    stopped(tmp_path, 3)
+    (file,) = (tmp_path / "checkpoints").glob("*/*.safetensors")
+    with safe_open(file, "pt") as stored:
+        metadata, tensors = stored.metadata(), load_file(file)
+    (key,) = (key for key, text in metadata.items() if "saved_offsets" in text)
+    places = json.loads(metadata[key])
+    places["model/norm.weight"]["saved_offsets"] = [1]
+    save_file(tensors, file, metadata | {key: json.dumps(places)})
+    with pytest.raises(ValueError, match=r"step-0000002: a part of model/norm\.weight is missing: delete it"):
+        stopped(tmp_path, 3)
 
 
 @pytest.mark.parametrize("loss", [True, False])

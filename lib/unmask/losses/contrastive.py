@@ -295,4 +295,4 @@ def true_negatives(similarity_TX: Tensor, positives_TX: Tensor, positive_T: Tens
 
 def known_positives(same_TN: Tensor, mask_NN: Tensor | None, rows: slice) -> Tensor:
     """Which candidates are no negatives of a tile's queries: the same text, and what the mask excludes."""
-    return same_TN if mask_NN is None else same_TN | ~to_device(mask_NN[rows], same_TN.device)
+    return same_TN if mask_NN is None else same_TN | ~to_device(mask_NN[rows].bool(), same_TN.device)

@@ -8,7 +8,7 @@ D dimensions.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
 from unmask.models import backbone
+from unmask.models.arguments import as_list
 from unmask.models.checkpoint import Settings
 from unmask.models.embedder import Embedder, Reading, Unit
 from unmask.models.encoding import after_context
@@ -153,7 +154,7 @@ class ContextEmbedder(Embedder):
         """Writes a directory that `from_pretrained` loads, without the context."""
         return save(self.encoder, self.tokenizer, Path(path), **self.settings.facts)
 
-    def with_context(self, texts: Sequence[str], *, max_length: int | None = None) -> "ContextEmbedder":
+    def with_context(self, texts: Iterable[str], *, max_length: int | None = None) -> "ContextEmbedder":
         """The same encoder, sharing its weights, in the context of these documents of the corpus.
 
         Args:
@@ -161,6 +162,7 @@ class ContextEmbedder(Embedder):
             max_length: tokens of one document at most; default: the embedder's own.
         Raises: ValueError for more than J documents; errors of `Embedder.encode`.
         """
+        texts = as_list(texts, "with_context([text])")
         if len(texts) > self.encoder.context:
             raise ValueError(f"at most {self.encoder.context} context documents are read, got {len(texts)}")
         first = Embedder(self.encoder.first, self.tokenizer, **{**self._options, "normalize": False})

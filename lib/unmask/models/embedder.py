@@ -84,6 +84,7 @@ class Embedder:
     No instruction and no prefix is added to queries or documents (pplx-embed, section 1).
 
     Args:
+        model: without an output matrix; it moves to the device, in place.
         pooling: "mean", or "last" for the ablation.
         max_length: tokens of one text at most; what is longer is cut, to the model's positions in any case.
             Default: these, or 10,000 where it has no limit.
@@ -119,6 +120,10 @@ class Embedder:
         prompts: Mapping[str, str] | None = None,
         about: Mapping[str, Any] | None = None,
     ):
+        if model.base_model is not model:
+            raise ValueError(
+                f"{type(model).__name__} ends in words: give its .base_model, or from_pretrained a path"
+            )
         backbone.check_vocabulary(model.config, tokenizer)
         check_counts(window=window, token_budget=token_budget)
         if pooling not in POOLS:

@@ -5,6 +5,7 @@ optimiser's moments and the step; nothing else has a memory. Every process write
 distributed checkpointing, as safetensors, and any number of processes reads them.
 """
 
+import math
 import os
 import shutil
 import warnings
@@ -35,9 +36,11 @@ def save_checkpoint(
 
     Raises: torch's CheckpointException with the cause, on every process if one of them fails.
     """
-    path, temporary = (folder / CHECKPOINTS / name for name in (f"step-{step:07d}", ".new.tmp"))
+    # A name of its own: other machines may still see what a shared one stood for.
+    path, temporary = (folder / CHECKPOINTS / name for name in (f"step-{step:07d}", f".step-{step:07d}.tmp"))
     if processes.main:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a kill
+        for left in temporary.parent.glob(".*.tmp"):  # of a kill
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
     processes.wait()
     writer = dcp.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
@@ -56,13 +59,20 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
     """Puts weights and moments back in place and returns the number of steps done.
 
     The number of processes may differ from that at the time of writing.
+
+    Raises: ValueError for a checkpoint whose files hold a part of a tensor only.
     """
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    for name, tensor in reader.read_metadata().state_dict_metadata.items():
+        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.size):
+            remedy = "delete it, and the training goes on from the one before, or begins"
+            raise ValueError(f"{path}: a part of {name} is missing: {remedy}")
     step = int(path.name.split("-")[1])
     for parameter in trainable(model):  # the state that AdamW makes itself at its first step
         count = torch.tensor(float(step), device=parameter.device)  # where the fused one reads it
         optimizer.state[parameter] = {"step": count} | {k: torch.zeros_like(parameter) for k in MOMENTS}
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        dcp.load(_state(model, optimizer), storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        dcp.load(_state(model, optimizer), storage_reader=reader)
     return step
 
 

@@ -248,11 +248,13 @@ class Progress:
 
     def check(self, row: Row) -> None:
         if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])):
-            dataset, rows = self.stage.plan(row["step"])
+            look = ""
+            if self.stage.data:  # a stage may make its batches itself
+                dataset, rows = self.stage.plan(row["step"])
+                look = f", or look at the rows {rows[:8].tolist()} … of data set {dataset!r}"
             raise FloatingPointError(
                 f"the loss is {row['loss']}, the norm of its gradient {row['grad_norm']} at step "
-                f"{row['step']}: lower lr or clip, or look at the rows {rows[:8].tolist()} … of data set "
-                f"{dataset!r}; last good checkpoint: {self.last or 'none'}"
+                f"{row['step']}: lower lr or clip{look}; last good checkpoint: {self.last or 'none'}"
             )
 
     def checkpoint(self, done: int) -> None:
@@ -372,12 +374,12 @@ def left_out(report: Sequence[dict[str, Any]]) -> str:
     return ", ".join(counts) + (f" ({share:.1%} of all)" if share else "")
 
 
-def data_report(checkpoint: Path) -> list[dict[str, Any]]:
+def data_report(checkpoint: str | Path) -> list[dict[str, Any]]:
     """What the training that made a checkpoint read: a row per data set or text source with what was cut,
     left out and repeated."""
-    return json.loads((checkpoint.resolve().parent / DATA_REPORT).read_text(encoding="utf8"))
+    return json.loads((Path(checkpoint).resolve().parent / DATA_REPORT).read_text(encoding="utf8"))
 
 
-def milestones(checkpoint: Path) -> list[Path]:
+def milestones(checkpoint: str | Path) -> list[Path]:
     """The models that the training which made a checkpoint saved on its way (`Job.milestones`), in order."""
-    return sorted((checkpoint.resolve().parent / MILESTONES).glob("step-*"))
+    return sorted((Path(checkpoint).resolve().parent / MILESTONES).glob("step-*"))

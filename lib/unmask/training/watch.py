@@ -33,15 +33,15 @@ def draws() -> bool:
     return hasattr(shell, "kernel") and find_spec("matplotlib") is not None
 
 
-def history(checkpoint: Path) -> list[dict[str, Any]]:
+def history(checkpoint: str | Path) -> list[dict[str, Any]]:
     """The logged metrics of the training that made a checkpoint."""
-    return _rows(checkpoint.resolve().with_name(METRICS))
+    return _rows(Path(checkpoint).resolve().with_name(METRICS))
 
 
-def probes(checkpoint: Path) -> list[dict[str, Any]]:
+def probes(checkpoint: str | Path) -> list[dict[str, Any]]:
     """What was measured of a training on its way (`Watch.probe`): rows with "step", "seconds" of training so
     far, and the values; none where nothing was."""
-    file = checkpoint.resolve().with_name(PROBES)
+    file = Path(checkpoint).resolve().with_name(PROBES)
     return _rows(file) if file.is_file() else []
 
 
