@@ -120,7 +120,7 @@ class Embedder:
         prompts: Mapping[str, str] | None = None,
         about: Mapping[str, Any] | None = None,
     ):
-        if model.base_model is not model:
+        if getattr(model, "base_model", model) is not model:  # CDE's second stage has none
             raise ValueError(
                 f"{type(model).__name__} ends in words: give its .base_model, or from_pretrained a path"
             )
