@@ -128,10 +128,9 @@ def fit(
     """
     if folder is not None and (not str(folder) or Path(folder).is_file()):
         raise ValueError(f"folder is {str(folder)!r}: name one, or leave it out and nothing is kept")
-    if bidirectional not in (None, True, False):
-        raise ConfigError(f"bidirectional must be True or False, or be left out, got {bidirectional!r}")
-    if progress not in (None, True, False):
-        raise ConfigError(f"progress must be True or False, or be left out, got {progress!r}")
+    for name, said in {"bidirectional": bidirectional, "progress": progress}.items():
+        if said not in (None, True, False):
+            raise ConfigError(f"{name} must be True or False, or be left out, got {said!r}")
     own = isinstance(stage, type) and issubclass(stage, Stage)
     kind, stage = (stage, stage.section) if own else (STAGES.get(stage), stage)
     rows = _rows(data, stage)
