@@ -1,13 +1,15 @@
-"""The signals that stop a child. That it dies with its parent: test_execution.py."""
+"""The signals that stop a child, and its memory. That it dies with its parent: test_execution.py."""
 
+import ctypes
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
-from unmask.children import bound, ended_together
+from unmask.children import bound, ended_together, settle
 
 DEAF = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); time.sleep(99)"
 
@@ -35,3 +37,11 @@ def test_a_thread_may_have_a_child() -> None:
         return child.returncode
 
     assert ThreadPoolExecutor(1).submit(run).result() == 0
+
+
+def test_what_the_environment_says_of_memory_counts(monkeypatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "4096")
+    monkeypatch.setattr(ctypes, "CDLL", Mock())
+    settle()
+    asked = dict(call.args for call in ctypes.CDLL.return_value.mallopt.call_args_list)
+    assert asked[-1] == 4096 and asked[-3] == 2**25

@@ -579,7 +579,8 @@ def test_a_model_that_stays_causal_is_refused(tmp_path):
 
 
 def test_look_alikes_are_those_of_the_model(model):
-    assert fit(model, PAIRS, cluster_size=8, **SHORT).helped.queries == 4
+    rows = [*PAIRS, ("which token ends a text?", "<|endoftext|>")]  # it is read, and alike to itself
+    assert fit(model, rows, cluster_size=8, **SHORT).helped.queries >= 4
 
 
 # --- fewer layers
@@ -699,6 +700,7 @@ REFUSED = {
     "bad value": (PAIRS, {"lr": -1.0}, "lr"),
     "no number": (PAIRS, {"lr": True}, "pair.lr must be a number, got True"),
     "no momentum": (PAIRS, {"beta2": 1.0}, "pair.beta2 must be less than 1, got 1.0"),
+    "zero for no": (PAIRS, {"progress": 0}, "progress must be True or False, .* got 0"),
     "a word for yes": (PAIRS, {"bidirectional": "no"}, "bidirectional must be True or False, .* got 'no'"),
     "no folder": (PAIRS, {"folder": ""}, "folder is '': name one, or leave it out"),
     "a file for a folder": (PAIRS, {"folder": __file__}, r"folder is .*test_fitting\.py': name one"),

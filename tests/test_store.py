@@ -169,6 +169,15 @@ def test_a_kill_while_a_folder_is_filled_leaves_no_mixture(before, after, weight
         assert sorted(os.listdir(path)) == ["config.json", *after]
 
 
+def test_a_model_of_another_format_stays(model, tmp_path):
+    embedder = Embedder.from_pretrained(model)
+    exported = export_onnx(embedder, tmp_path / "onnx")
+    before = {file: file.stat().st_mtime_ns for file in exported.iterdir()}
+    with pytest.raises(ValueError, match=r"onnx holds model\.onnx.*name another folder"):
+        embedder.save_pretrained(exported)
+    assert {file: file.stat().st_mtime_ns for file in exported.iterdir()} == before
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o007])
 def test_files_have_the_mode_that_the_umask_says(model, tmp_path, umask):
     embedder, before = Embedder.from_pretrained(model), os.umask(umask)

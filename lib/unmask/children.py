@@ -57,8 +57,8 @@ def settle() -> None:
     if sys.platform == "linux":
         options = {-1: "MALLOC_TRIM_THRESHOLD_", -2: "MALLOC_TOP_PAD_", -3: "MALLOC_MMAP_THRESHOLD_"}
         for number, name in options.items():  # glibc's M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD
-            with contextlib.suppress(AttributeError):  # another C library
-                ctypes.CDLL(None).mallopt(number, min(int(ENVIRONMENT[name]), 2**31 - 1))
+            with contextlib.suppress(AttributeError, ValueError):  # another C library; glibc takes no words
+                ctypes.CDLL(None).mallopt(number, min(int(os.environ[name]), 2**31 - 1))
 
 
 def bound(command: Sequence[str]) -> list[str]:

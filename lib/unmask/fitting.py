@@ -43,6 +43,7 @@ def _filled(text: str) -> str:
     return text
 
 
+# With a length pydantic looks at the characters, and refuses half of one.
 Text = Annotated[str, Field(min_length=1), AfterValidator(_filled)]
 Texts = Annotated[list[Text], Field(min_length=1)]
 PAIR = {"query": Text, "document": Text}
@@ -129,7 +130,7 @@ def fit(
     if folder is not None and (not str(folder) or Path(folder).is_file()):
         raise ValueError(f"folder is {str(folder)!r}: name one, or leave it out and nothing is kept")
     for name, said in {"bidirectional": bidirectional, "progress": progress}.items():
-        if said not in (None, True, False):
+        if not isinstance(said, bool | None):
             raise ConfigError(f"{name} must be True or False, or be left out, got {said!r}")
     own = isinstance(stage, type) and issubclass(stage, Stage)
     kind, stage = (stage, stage.section) if own else (STAGES.get(stage), stage)
@@ -285,11 +286,9 @@ def _longest(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
     Raises: ValueError that names row and column of a text without tokens.
     """
-    texts, longest = [], [0] * len(rows)
-    for number, row in enumerate(rows):
-        for column in row.keys() - {"golds"}:
-            values = [row[column]] if isinstance(row[column], str) else row[column]
-            texts += [(number, column, text) for text in values]
+    longest = [0] * len(rows)
+    cells = ((number, name, row[name]) for number, row in enumerate(rows) for name in row.keys() - {"golds"})
+    texts = [(*place, text) for *place, x in cells for text in ([x] if isinstance(x, str) else x)]
     tokens = encode(tokenizer.backend_tokenizer, (text for *_, text in texts), np.int32)
     for (number, column, text), ids in zip(texts, tokens):
         if not len(ids):

@@ -18,7 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
-WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.(safetensors|onnx|onnx\.data)(\.index\.json)?")
+WEIGHTS = re.compile(r"model(?:-\d+-of-\d+)?\.(safetensors|onnx)(?:\.data|\.index\.json)?")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -161,8 +161,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     that exists gets its files and stays what it is: a mount point, of a mode and a group. After an error
     `path` is as it was.
 
-    Raises: ValueError if `path` is a file, or holds what the new one does not, hidden files and weights in
-        other pieces aside; RuntimeError if another process makes it, too; OSError as `locked`.
+    Raises: ValueError if `path` is a file, or holds what the new one does not, hidden files and such weights
+        in other pieces aside; RuntimeError if another process makes it, too; OSError as `locked`.
     """
     path = path.resolve()  # a link stays one
     if path.is_file():
@@ -189,13 +189,13 @@ def _refill(path: Path, new: Path) -> None:
     """Moves the content of `new` into a folder that exists. The old weights go first and the new ones come
     last, so that a kill in between leaves no mixture."""
     theirs, ours = ({one for one in os.listdir(folder) if one[0] != "."} for folder in (path, new))
-    weights = sorted(filter(WEIGHTS.fullmatch, ours))
-    old = {*filter(WEIGHTS.fullmatch, theirs)}
+    weights = {name: kind[1] for name in sorted(ours) if (kind := WEIGHTS.fullmatch(name))}
+    old = {one for one in theirs if (kind := WEIGHTS.fullmatch(one)) and kind[1] in weights.values()}
     if foreign := theirs - ours - old - {"lost+found"}:
         raise ValueError(f"{path} holds {min(foreign)}, which is of something else: name another folder")
     for name in old:
         (path / name).unlink()
-    for name in [*ours.difference(weights), *weights]:
+    for name in [*(ours - weights.keys()), *weights]:
         if (path / name).is_dir():
             shutil.rmtree(path / name)
         os.replace(new / name, path / name)

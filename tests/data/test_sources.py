@@ -238,7 +238,7 @@ def test_a_registry_includes_sources_of_another(scripted):
     change(scripted, notes, "")
     with pytest.raises(ValueError, match=r"own\.yaml has no source of text.*`include: .environment: "):
         open_corpus(scripted)
-    include = f"include: {{{scripted.folder / 'scripted.yaml'}: [text]}}\nsources:"
+    include = "include: {scripted.yaml: [text]}\nsources:"
     (scripted.folder / "own.yaml").write_text(REGISTRY.replace(notes, "").replace("sources:", include))
     corpus = open_corpus(scripted)
     assert corpus.texts("dev")["text"] == whole.texts("dev")["text"]

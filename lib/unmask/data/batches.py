@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unmask.config import TrainConfig
+from unmask.config import GROUPS, TrainConfig
 
 ROUNDS = 6
 FILL = 8  # times a batch's rows that are looked through to fill one of similar rows with different ones
@@ -187,7 +187,7 @@ def curriculum(groups: Mapping[str, str], shares: Sequence[float], steps: int) -
         shares: of the training steps, for each of the three.
     """
     bounds = np.cumsum(shares) / np.sum(shares) * steps
-    stages = ({"english"}, {"english", "cross-lingual"}, {"english", "cross-lingual", "multilingual", "code"})
+    stages = GROUPS[:1], GROUPS[:2], GROUPS
 
     def allowed(step: int) -> set[str]:
         stage = int(np.searchsorted(bounds[:2], step, side="right"))

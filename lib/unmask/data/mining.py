@@ -276,7 +276,7 @@ def _embedded(name: str, data: TokenPairs, tokenizer: PlainTokenizer, encoder: E
         parts(len(first_U), TEXTS), desc=f"embedding the texts of {name}", leave=False, file=sys.stdout
     ):
         ids = [texts[int(i)].tolist() for i in first_U[part]]
-        x_UD = unit(encoder.encode(tokenizer.backend.decode_batch(ids)))
+        x_UD = unit(encoder.encode(tokenizer.backend.decode_batch(ids, skip_special_tokens=False)))
         if not np.isfinite(x_UD).all():
             raise ValueError(f"the surrogate's vectors of data set {name!r} are not finite: check the model")
         blocks.append(x_UD.astype(np.float16))

@@ -37,6 +37,7 @@ LABELS = {"id", "key", "held_by", "split", "language", "package", "kind", "docum
 CODE = "c|code|cpp|csharp|go|java|javascript|php|python|ruby|rust|sql"  # code: several of them
 _HUMAN = "[a-z]{3}(_[A-Z][a-z]{3})?"
 SPLITS = ("train", "dev", "test")
+YAML = (".yaml", ".yml")  # names that end so are paths
 FOLDER = repository() / "papermill_runs" / "sources"
 
 
@@ -87,11 +88,11 @@ def load_registry(name_or_path: str) -> list[Source]:
     """Reads and checks a registry: a name in papermill_runs/sources, or the path of a YAML file.
 
     Top-level keys: `about`; `sources` (name → entry); `defaults` (keys that all entries share unless they say
-    otherwise); `include` (another registry → roles, whose sources of it are taken, too); `script` (a Python
-    file in a folder of its own beside the registry, which makes the files of all entries, see
-    `sources.make`). An entry has the keys of `Source`, and `languages` instead of `language` where it stands
-    for many: a list of codes, or code → share. Each becomes a source "name/code", with {language} and {short}
-    ("cmn_Hani" and "zh") filled in wherever the entry has them.
+    otherwise); `include` (another registry, by name or by path from this one → roles, whose sources of it are
+    taken, too); `script` (a Python file in a folder of its own beside the registry, which makes the files of
+    all entries, see `sources.make`). An entry has the keys of `Source`, and `languages` instead of `language`
+    where it stands for many: a list of codes, or code → share. Each becomes a source "name/code", with
+    {language} and {short} ("cmn_Hani" and "zh") filled in wherever the entry has them.
 
     Returns: the sources, in the order of the file. Files of kind `files` exist, unless they are optional.
     Raises: ConfigError (a ValueError) that names the file, the entry and the key.
@@ -107,7 +108,8 @@ def load_registry(name_or_path: str) -> list[Source]:
             sources += [_source(one, values | {"script": script}, path.parent) for one, values in entries]
         where = f"{path}: "
         for name, roles in registry.include.items():
-            sources += [source for source in load_registry(name) if source.role in roles]
+            other = load_registry(str(path.parent / name) if name.endswith(YAML) else name)
+            sources += [source for source in other if source.role in roles]
         names = [source.name for source in sources]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two sources are called {min(twice)}: rename yours")
@@ -150,7 +152,7 @@ def existing_files(source: Source) -> list[Path]:
 
 
 def _locate(name_or_path: str) -> Path:
-    is_path = name_or_path.endswith((".yaml", ".yml"))
+    is_path = name_or_path.endswith(YAML)
     path = Path(name_or_path).resolve() if is_path else FOLDER / f"{name_or_path}.yaml"
     if not path.is_file():
         near = nearest(name_or_path, (path.stem for path in FOLDER.glob("*.yaml")))
