@@ -98,6 +98,12 @@ def compare(ours: Scores, other: Scores, tasks: Sequence[Task]) -> Effect:
     return effect([gain], {task.name: task.document_N for task in tasks})
 
 
+def by_family(ours: Scores, other: Scores, tasks: Sequence[Task]) -> dict[str, Effect]:
+    """`compare` within each family of tasks."""
+    families = dict.fromkeys(task.family for task in tasks)
+    return {one: compare(ours, other, [task for task in tasks if task.family == one]) for one in families}
+
+
 def points(effect: Effect) -> str:
     """An effect with its interval, "+12.3 [+10.1, +14.6] points", which are hundredths."""
     value, low, high = (f"{100 * x:+.1f}" for x in effect)
@@ -391,11 +397,6 @@ def metrics(study: Run, needed: str = "00_backbone") -> dict[int, dict[str, dict
         command = f"unmask run --preset {study.config.name} --run {study.name}"
         raise ValueError(f"notebook {needed} of run {study.name!r} {why}: `{command}`, with your --set")
     return saved
-
-
-def first_seeds(by_seed: Mapping[int, Mapping[str, Any]]) -> dict[str, int]:
-    """The first seed that has each notebook, in the notebooks' order."""
-    return dict(sorted({name: seed for seed in reversed(by_seed) for name in by_seed[seed]}.items()))
 
 
 def gathered(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, list[float]]]:

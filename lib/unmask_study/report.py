@@ -13,11 +13,9 @@ from IPython.display import SVG, Markdown, display
 from unmask.evaluation.tasks import Task
 from unmask_study.evidence import (
     GROUPS,
-    VERDICTS,
     Gate,
     Scores,
     above_chance,
-    is_earlier,
     learnt,
     save_scores,
 )
@@ -193,19 +191,6 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
         row["verdict"] = f"**{MARKS.get(one['verdict'], '')}{one['verdict']}**{why}"
         rows[GROUPS[one["group"]]].append(row | {"notebook": link(notebooks, one["notebook"])})
     return "\n\n".join(f"**{heading}**\n\n{markdown_table(some)}" for heading, some in rows.items() if some)
-
-
-def by_verdict(claims: Sequence[Mapping[str, Any]], group: str) -> str:
-    """The claims of a group by verdict, each with its effect, in Markdown; how many have none."""
-    claims = [one for one in claims if one["group"] == group]
-    told = [one for verdict in VERDICTS[:-2] for one in claims if one["verdict"] == verdict]
-    verdicts = (one["verdict"] + ", by an earlier definition" * is_earlier(one) for one in told)
-    lines = [
-        f"- **{verdict.capitalize()}.** {one['claim']} {one['effect']} points"
-        for verdict, one in zip(verdicts, told)
-    ]
-    rest = f"\n\nNot asked, or not run: {len(claims) - len(told)} of {len(claims)} claims."
-    return f"**{GROUPS[group]}**\n\n" + "\n".join(lines) + rest * (len(told) < len(claims))
 
 
 def link(notebooks: str, stage: str, text: str = "") -> str:

@@ -153,6 +153,11 @@ def task_means(scores: Mapping[str, Scores]) -> dict[str, dict[str, float]]:
     return {model: {task: float(x_N.mean()) for task, x_N in row.items()} for model, row in scores.items()}
 
 
+def mean_score(scores: Scores) -> float:
+    """Of a model over tasks, which count alike."""
+    return float(np.mean([x_N.mean() for x_N in scores.values()]))
+
+
 def family_means(scores: Scores, tasks: list[Task]) -> dict[str, float]:
     """Unweighted mean over the tasks of each family; and as "average" over those in English and code, which
     every system reads (without such, over all)."""

@@ -18,10 +18,10 @@ STORED = {
     "embed-gemma-0.3B": (768, "float32"),
 }
 # Averages that the paper prints and its own rows do not give, with the mean of these.
-MISPRINTED = {(2, "embed-gemma-0.3B"): 62.15, (3, "pplx-embed-context-v1-4B (BIN)"): 80.49}
+MISPRINTED = {(3, "pplx-embed-context-v1-4B (BIN)"): 80.49}
 
 
-@pytest.mark.parametrize("number", [2, 3, 9, 11, 12])
+@pytest.mark.parametrize("number", [3, 9, 12])
 def test_averages_are_the_mean_of_their_row(number):
     for name, row in paper_table(number).items():
         scores = {name: value for name, value in row.items() if name not in ("Docs/MB", "Source")}
@@ -41,5 +41,4 @@ def rounds(value, printed):
 
 def test_documents_per_megabyte_are_arithmetic():
     expected = {name: documents_per_megabyte(*stored) for name, stored in STORED.items()}
-    for number in (1, 2):
-        assert {name: row["Docs/MB"] for name, row in paper_table(number).items()} == expected
+    assert {name: row["Docs/MB"] for name, row in paper_table(1).items()} == expected

@@ -89,18 +89,6 @@ def test_the_table_of_claims_has_paper_ours_seeds_and_verdict():
     assert report.MARKS.keys() < set(VERDICTS)
 
 
-def test_what_held_is_told_by_verdict():
-    text = report.by_verdict(EVERY, "paper")
-    works = "- **Holds.** It works. +2.0 [+1.0, +3.0] points\n"
-    assert text.startswith(f"**The papers' own**\n\n{works}- **Invalid.** It is fit.")
-    assert text.endswith("Not asked, or not run: 1 of 3 claims.")
-    assert report.by_verdict(EVERY, "control").endswith(
-        "\n- **Holds.** It is needed. +2.0 [+1.0, +3.0] points"
-    )
-    before = [EVERY[-1] | {"why": "by an earlier definition: over all queries"}]
-    assert "- **Holds, by an earlier definition.** It is" in report.by_verdict(before, "control")
-
-
 def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("unmask_study.run.repository", lambda: tmp_path)
     study = Run("02_pair", "smoke", load_preset("smoke"))
