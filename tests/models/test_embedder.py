@@ -313,6 +313,16 @@ def test_mixed_precision_is_close_and_halved_weights_are_what_autocast_reads(emb
     assert not any(tmp_path.iterdir())
 
 
+def test_how_texts_are_read_is_asked_in_the_precision_that_reads_them(monkeypatch):
+    """On a GPU only half precision can do without padding; the embedding matrix stays in float32."""
+    asked, half = [], make()
+    half.mixed_precision = True
+    spy = lambda model, inference: asked.append(torch.is_autocast_enabled("cpu"))  # noqa: E731
+    monkeypatch.setattr("unmask.models.embedder.unpadded", spy)
+    half.encode(TEXTS[:2])
+    assert asked == [True]
+
+
 def test_a_closed_embedder_gives_its_memory_back():
     embedder = make()
     model = weakref.ref(embedder.model)

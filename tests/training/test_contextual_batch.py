@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny_stages
@@ -65,3 +67,11 @@ def test_rows_are_split_into_queries_chunks_and_documents():
         assert_close(found_D, weights_C @ parts_CD / weights_C.sum(), 1e-6)
     (chunks_MCD.sum() + q_ND.sum()).backward()
     assert torch.equal(rows.grad, torch.ones_like(rows))
+
+
+def test_special_tokens_count_for_a_chunk_that_is_read_alone():
+    stage = tiny_stages.stage("contextual", {"one": tiny.Distinct(DOCUMENTS)})
+    stage.job = replace(stage.job, late_chunking=False)
+    stage.around = np.array([1], np.int32), np.array([2, 3], np.int32)
+    [found] = stage.batch(0)
+    assert found.chunk_tokens_MC[found.mask_MC].tolist() == [*map(len, found.sequences[found.count :])]

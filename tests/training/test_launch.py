@@ -190,10 +190,11 @@ def test_a_launcher_starts_the_processes_of_all_machines(start, tmp_path, monkey
     assert_alike(two, trained(made(start, ALONE), start, tmp_path / "one"))
 
 
-def test_a_launcher_that_ignores_sigterm_is_asked_by_a_file(start, tmp_path):
+@pytest.mark.parametrize("sent", ["TERM", "INT"])
+def test_a_launcher_that_ignores_signals_is_asked_by_a_file(start, tmp_path, sent):
     """As srun does. This one has the notebook told to stop, and does what a training would."""
     waits = 'until [ -e "$UNMASK_STOP" ]; do sleep 0.1; done'
-    tool = write_script(tmp_path / "srun", f"kill -TERM $PPID\n{waits}\nexit 75")
+    tool = write_script(tmp_path / "srun", f"kill -{sent} $PPID\n{waits}\nexit 75")
     with pytest.raises(TrainingStopped, match="told to stop"):
         trained(made(start, ParallelConfig(launcher=str(tool))), start, tmp_path / "pair")
     assert not list((tmp_path / "pair").rglob("stop-*"))

@@ -327,7 +327,8 @@ class Embedder:
     def _pooled(self, reading: Reading, inputs: Mapping[str, Tensor]) -> Iterator[tuple[list[Unit], Tensor]]:
         """The pieces in micro-batches, with their pooled vectors. While the devices compute some, the next
         are tokenised and sorted by length."""
-        packed = unpadded(self.model, inference=True)
+        with self.autocast():
+            packed = unpadded(self.model, inference=True)
 
         def forward(group: list[Unit], model: PreTrainedModel, device: torch.device) -> Tensor:
             options = {key: tensor.to(device) for key, tensor in inputs.items()} | {"packed": packed}

@@ -272,6 +272,8 @@ class Contextual(Contrastive):
                 tokens_C[-1] += len(self.around[1])
         else:
             texts += [self.read(chunk) for document in documents for chunk in document.chunks]
+            for tokens_C in lengths:
+                tokens_C += sum(map(len, self.around))
         document_N = torch.tensor([index for index, _ in drawn])
         gold_N = torch.tensor([documents[index].golds[number] for index, number in drawn])
         labels = {"document_N": document_N, "gold_N": gold_N, "chunk_tokens_MC": pad_sequence(lengths, True)}

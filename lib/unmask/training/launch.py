@@ -54,13 +54,16 @@ def launch(job: Job, watch: Watch) -> None:
     stop.unlink(missing_ok=True)
     with (folder / LOG).open("w", encoding="utf8") as log:
         options = {"env": _environment(parallel) | {STOP: str(stop)}, "stdout": log, "stderr": log}
-        child = subprocess.Popen(_command(job), **options)
-        with ended_together(child, grace_seconds(), stop.touch) as signals:
-            watch({"total": job.config.steps, "done": 0})
-            while child.poll() is None:
+        child, signals = subprocess.Popen(_command(job), **options), []
+        try:
+            with ended_together(child, grace_seconds(), stop.touch) as signals:
+                watch({"total": job.config.steps, "done": 0})
+                while child.poll() is None:
+                    watch.read()
+                    time.sleep(0.2)
                 watch.read()
-                time.sleep(0.2)
-            watch.read()
+        except KeyboardInterrupt:
+            signals.append(signal.SIGINT)
     stop.unlink(missing_ok=True)
     status = child.returncode
     reason = _reason(folder, status) if status and not signals else ""

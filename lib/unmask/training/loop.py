@@ -366,11 +366,10 @@ def finish(folder: Path) -> None:
 
 def left_out(report: Sequence[dict[str, Any]]) -> str:
     """What of the data is cut or left out, all data sets together; empty where nothing is."""
-    total = Counter()
-    for row in report:
-        total.update({what: count for what, count in row.items() if isinstance(count, int)})
+    counted = ({what: count for what, count in row.items() if isinstance(count, int)} for row in report)
+    total = sum(map(Counter, counted), Counter())
     share = total["tokens cut"] / max(1, total["tokens cut"] + total["tokens"])
-    counts = [f"{count:,} {what}" for what, count in total.items() if count and what not in READ]
+    counts = [f"{count:,} {what}" for what, count in total.items() if what not in READ]
     return ", ".join(counts) + (f" ({share:.1%} of all)" if share else "")
 
 
