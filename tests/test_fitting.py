@@ -579,8 +579,12 @@ def test_a_model_that_stays_causal_is_refused(tmp_path):
 
 
 def test_look_alikes_are_those_of_the_model(model):
-    rows = [*PAIRS, ("which token ends a text?", "<|endoftext|>")]  # it is read, and alike to itself
-    assert fit(model, rows, cluster_size=8, **SHORT).helped.queries >= 4
+    assert fit(model, PAIRS, cluster_size=8, **SHORT).helped.queries == 4
+
+
+def test_look_alikes_may_be_texts_of_special_tokens_alone(model):
+    rows = [*PAIRS, ("which token ends a text?", "<|endoftext|>")]
+    assert fit(model, rows, cluster_size=8, **SHORT).helped.queries == 4
 
 
 # --- fewer layers

@@ -231,14 +231,16 @@ def test_a_machine_with_other_packages_reads_the_same_where_it_is_named(scripted
         open_corpus(scripted)
 
 
-def test_a_registry_includes_sources_of_another(scripted):
-    """As the text that every run needs."""
+@pytest.mark.parametrize("absolute", [True, False])
+def test_a_registry_includes_sources_of_another(scripted, absolute):
+    """As the text that every run needs; its path may begin at the registry."""
     whole, scripted.source = open_corpus(scripted), str(scripted.folder / "own.yaml")
     notes = next(line for line in REGISTRY.splitlines() if line.startswith("  notes:"))
     change(scripted, notes, "")
     with pytest.raises(ValueError, match=r"own\.yaml has no source of text.*`include: .environment: "):
         open_corpus(scripted)
-    include = "include: {scripted.yaml: [text]}\nsources:"
+    other = str(scripted.folder / "scripted.yaml") if absolute else "scripted.yaml"
+    include = f"include: {{{other}: [text]}}\nsources:"
     (scripted.folder / "own.yaml").write_text(REGISTRY.replace(notes, "").replace("sources:", include))
     corpus = open_corpus(scripted)
     assert corpus.texts("dev")["text"] == whole.texts("dev")["text"]
