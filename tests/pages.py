@@ -140,8 +140,7 @@ def time_to_bm25() -> str:
     rows = []
     for run in RUNS:
         pair, made = (read_json(RESULTS / run / f"{name}.json") for name in ("02_pair", "provenance"))
-        host, seconds = made["stages"]["02_pair"]["processor"], pair["time_to_bm25"]
-        where = f"{host['cores']} cores of {host['cpu']}, {'with' if host['bf16'] else 'without'} bf16"
+        where, seconds = report.machine(made["stages"]["02_pair"]["processor"]), pair["time_to_bm25"]
         takes = f"{seconds / 60:.0f} minutes" if seconds else "–"
         rows.append({"preset": f"`{run}`", "processor": where, "training takes": takes})
     return report.markdown_table(rows)

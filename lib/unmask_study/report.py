@@ -193,6 +193,14 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
     return "\n\n".join(f"**{heading}**\n\n{markdown_table(some)}" for heading, some in rows.items() if some)
 
 
+def machine(processor: Mapping[str, Any]) -> str:
+    """Words for what a notebook ran on, as its record in provenance.json has it."""
+    text = (
+        f"{processor['cores']} cores of {processor['cpu']}, {'with' if processor['bf16'] else 'without'} bf16"
+    )
+    return ", ".join([text, *processor["gpus"]])
+
+
 def link(notebooks: str, stage: str, text: str = "") -> str:
     """Markdown link to an executed notebook, named by its number; a dash where there is none."""
     return f"[{text or stage.partition('_')[0]}]({notebooks}/{stage}.ipynb)" if stage else "–"

@@ -89,6 +89,13 @@ def test_the_table_of_claims_has_paper_ours_seeds_and_verdict():
     assert report.MARKS.keys() < set(VERDICTS)
 
 
+def test_a_machine_is_told_by_its_processor_and_gpus():
+    about = {"cpu": "AMD EPYC", "bf16": True, "cores": 2, "gpus": []}
+    assert report.machine(about) == "2 cores of AMD EPYC, with bf16"
+    about |= {"bf16": False, "gpus": ["NVIDIA H200"]}
+    assert report.machine(about) == "2 cores of AMD EPYC, without bf16, NVIDIA H200"
+
+
 def test_a_notebook_closes_with_its_answer_gates_and_scores(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("unmask_study.run.repository", lambda: tmp_path)
     study = Run("02_pair", "smoke", load_preset("smoke"))
