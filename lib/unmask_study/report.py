@@ -195,10 +195,8 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
 
 def machine(processor: Mapping[str, Any]) -> str:
     """Words for what a notebook ran on, as its record in provenance.json has it."""
-    text = (
-        f"{processor['cores']} cores of {processor['cpu']}, {'with' if processor['bf16'] else 'without'} bf16"
-    )
-    return ", ".join([text, *processor["gpus"]])
+    bf16 = "with bf16" if processor["bf16"] else "without bf16"
+    return ", ".join([f"{processor['cores']} cores of {processor['cpu']}", bf16, *processor["gpus"]])
 
 
 def link(notebooks: str, stage: str, text: str = "") -> str:
