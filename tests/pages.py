@@ -10,7 +10,6 @@ import ast
 import json
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -111,7 +110,8 @@ def verdicts() -> str:
     for claim in zip(*map(claims, RUNS), strict=True):
         group = claim[0]["group"]
         row = {f"{evidence.GROUPS[group].lower()}, points": claim[0]["short"]}
-        row |= {"paper": claim[0]["paper"].partition(" (")[0]} if group == "paper" else {}
+        found = f"{claim[0]['paper'].partition(' (')[0]} ({_paper(claim[0])})"
+        row |= {"source": found} if group == "paper" else {}
         for run, one in zip(RUNS, claim, strict=True):
             seeds = f" ({len(one['seeds'])})" if one["seeds"] else ""
             effect = f"{one['effect']}{seeds}: " if one["value"] is not None else ""
@@ -124,15 +124,24 @@ TOO_FEW = dict.fromkeys(("one run", "two runs"), "too few seeds")
 
 
 def count() -> str:
-    """How many of the papers' own claims have which verdict, by run; those that hold are named."""
+    """Which of the papers' own claims have which verdict, by run, and whose claims they are."""
     told = []
-    for run in reversed(RUNS):
+    for run in RUNS:
         own = [one for one in claims(run) if one["group"] == "paper"]
-        words = [f"*{one['short']}* holds" for one in own if one["verdict"] == "holds"]
-        kinds = Counter(TOO_FEW.get(one["verdict"], one["verdict"]) for one in own)
-        words += [f"{kind}: {many}" for kind, many in kinds.items() if kind != "holds"]
-        told.append(f"`{run}`: {', '.join(words)}.")
-    return f"Ten claims are tested: four of the papers', six controls of ours. Of the four, {' '.join(told)}"
+        named: dict[str, list[str]] = {}
+        for one in sorted(own, key=lambda one: evidence.VERDICTS.index(one["verdict"])):
+            name = one["short"].removeprefix(f"{_paper(one)}, ").partition(" (")[0]
+            kind = TOO_FEW.get(one["verdict"], one["verdict"])
+            named.setdefault(kind, []).append(f"*{name}* ({_paper(one)})")
+        every = (f"**{kind}** {', '.join(names)}" for kind, names in named.items())
+        told.append(f"The four in `{run}`: {'; '.join(every) if len(named) > 1 else f'all {kind}'}.")
+    return f"Ten claims are tested: four of papers, six controls of ours. {' '.join(told)}"
+
+
+def _paper(claim: Mapping[str, str]) -> str:
+    """Whose claim it is."""
+    source = claim["source"].partition(",")[0]
+    return "pplx-embed" if source.startswith("section") else source
 
 
 def time_to_bm25() -> str:
