@@ -112,6 +112,10 @@ def passed(gates):
     return [gate["passed"] for gate in gates]
 
 
+def test_an_effect_that_rounds_to_zero_has_no_minus():
+    assert evidence.points(evidence.Effect(-0.0003, -0.0012, 0.0004)) == "+0.0 [-0.1, +0.0] points"
+
+
 def test_a_loss_falls_within_each_data_set():
     falling = 5 * np.exp(-np.arange(60) / 10) + 1 + np.random.default_rng(0).normal(0, 0.05, 60)
     assert passed(map(learnt, (falling, falling[::-1]))) == [True, False]
