@@ -148,10 +148,16 @@ def time_to_bm25() -> str:
     """After how much training a run finds more than BM25 in docstrings and code."""
     rows = []
     for run in RUNS:
-        pair, made = (read_json(RESULTS / run / f"{name}.json") for name in ("02_pair", "provenance"))
-        where = report.machine(made["stages"]["02_pair"]["processor"])
-        rows.append({"preset": f"`{run}`", "processor": where, "training takes": _minutes(pair) or "–"})
+        pair = read_json(RESULTS / run / "02_pair.json")
+        rows.append(
+            {"preset": f"`{run}`", "processor": _processor(run), "training takes": _minutes(pair) or "–"}
+        )
     return report.markdown_table(rows)
+
+
+def _processor(run: str) -> str:
+    """What a run trained on pairs with."""
+    return report.machine(read_json(RESULTS / run / "provenance.json")["stages"]["02_pair"]["processor"])
 
 
 def _minutes(pair: Mapping) -> str:
@@ -390,7 +396,8 @@ def by_cost() -> figures.Figure:
         pair, diffusion = (read_json(RESULTS / run / f"{n}.json") for n in ("02_pair", "01_diffusion_cpt"))
         if rows := pair.get("measured"):
             quality = [watch.quality(row) for row in rows]
-            curves[run] = [(diffusion["train_seconds"] + row["seconds"]) / 60 for row in rows], quality
+            minutes = [(diffusion["train_seconds"] + row["seconds"]) / 60 for row in rows]
+            curves[f"{run}, {_processor(run)}"] = minutes, quality
             bars |= pair["bars"]
             told += [f"{run} {minutes}" for minutes in [_minutes(pair)] if minutes]
     title = f"Level with BM25 on development data after: {', '.join(told) or 'not yet'}"
