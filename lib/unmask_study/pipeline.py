@@ -180,7 +180,7 @@ class Pipeline:
         write_json(self.folders.artifacts / notebook.name / "done.json", made | {"finished": utc()})
 
     def describe(self, command: str) -> dict[str, Any]:
-        """What all notebooks that run now are made with, for provenance.json: code, parameters, versions,
+        """What a notebook that starts now is made with, for provenance.json: code, parameters, versions,
         hardware.
 
         Args:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from unmask.children import ENVIRONMENT, PREEMPTED, bound, grace_seconds, on_signal
 from unmask.config import ParallelConfig
 from unmask_study.estimate import together
-from unmask_study.pipeline import Notebook, Pipeline, clock, gpu_names, utc
+from unmask_study.pipeline import Notebook, Pipeline, clock, gpu_names, hardware, utc
 from unmask_study.run import Folders
 
 QUIET = 30.0  # seconds between two lines where no terminal is
@@ -23,10 +23,15 @@ WORDS = {0: "done", 1: "failed", PREEMPTED: "stopped"}
 
 
 class Execution:
-    """A notebook that runs, in a process of its own; what is printed goes to its log."""
+    """A notebook that runs, in a process of its own; what is printed goes to its log.
 
-    def __init__(self, notebook: Notebook, pipeline: Pipeline, environment: Mapping[str, str]):
-        folders, self.notebook = pipeline.folders, notebook
+    Args:
+        command: that was given: with what else it is made with it goes into the record.
+        environment: its variables.
+    """
+
+    def __init__(self, notebook: Notebook, pipeline: Pipeline, command: str, environment: Mapping[str, str]):
+        folders, self.notebook, self.about = pipeline.folders, notebook, pipeline.describe(command)
         self.log, self.executed = folders.logs / f"{notebook.name}.log", folders.executed / notebook.path.name
         self.began, self.started = time.monotonic(), utc()
         for path in (self.log, self.executed):
@@ -67,7 +72,7 @@ class Runner:
 
     def __init__(self, pipeline: Pipeline, due: dict, command: str, environment: dict, jobs: int):
         self.pipeline, self.due, self.environment, self.jobs = pipeline, due, environment, jobs
-        self.about = pipeline.describe(command)
+        self.command, self.cores = command, hardware()["cores"]
         self.waiting: list[Notebook] = [*due]
         self.left = {one.name for one in due}  # what is not done
         self.running: dict[int, Execution] = {}  # by their places, each with a GPU where there are some
@@ -113,14 +118,14 @@ class Runner:
         """
         ready = [one for one in self.waiting if self.left.isdisjoint(one.after)]
         several = self.jobs > 1 and len(ready) + len(self.running) > 1  # they share the cores
-        share = str(max(self.about["hardware"]["cores"] // self.jobs, 1))
+        share = str(max(self.cores // self.jobs, 1))
         threads = {"OMP_NUM_THREADS": share, "RAYON_NUM_THREADS": share}  # PyTorch's, and the tokenizer's
         for notebook in [] if stopped else ready[: self.jobs - len(self.running)]:
             place = min({*range(self.jobs)} - self.running.keys())
             devices = gpus(self.pipeline.preset.parallel, place, self.jobs)
             variables = (threads if several else {}) | self.environment | devices
             self.pipeline.begin(notebook)
-            self.running[place] = Execution(notebook, self.pipeline, variables)
+            self.running[place] = Execution(notebook, self.pipeline, self.command, variables)
             self.waiting.remove(notebook)
             self._say("started", notebook)
         return bool(self.running)
@@ -139,7 +144,7 @@ class Runner:
             self.pipeline.finish(notebook)
             self.left.remove(notebook.name)
         ran = {"started": ended.started, "wall_seconds": seconds, "peak_memory_bytes": ended.peak_memory}
-        self.pipeline.record(notebook, ran | {"exit_status": status}, self.about)
+        self.pipeline.record(notebook, ran | {"exit_status": status}, ended.about)
 
     def _say(self, text: str, notebook: Notebook | None = None) -> None:
         number = f"[{[*self.due].index(notebook) + 1}/{len(self.due)}] {notebook.name} · " if notebook else ""

@@ -40,14 +40,19 @@ def record(checkout):
     return json.loads((checkout.folders.results / "provenance.json").read_text())
 
 
+def commit(checkout):
+    """A repository of git, in which all that a run does not make is committed."""
+    (checkout.root / ".gitignore").write_text("artifacts\n__pycache__\n")
+    committed = "git init -q && git add . && git -c user.name=a -c user.email=a@b commit -qm a"
+    subprocess.run(committed, shell=True, check=True, cwd=checkout.root)
+
+
 def test_a_run_from_start_to_nothing_to_do(checkout, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     checkout.notebook("00_backbone", [LOOK, BAR, "os.write(2, b'from below')"])
     checkout.notebook("01_pair", ["print(overrides)"], needs=["00_backbone"], reads=["pair"])
     checkout.notebook("12_report", prose="# The report", needs=["01_pair"], reads=[])
-    (checkout.root / ".gitignore").write_text("artifacts\n__pycache__\n")
-    committed = "git init -q && git add . && git -c user.name=a -c user.email=a@b commit -qm a"
-    subprocess.run(committed, shell=True, check=True, cwd=checkout.root)
+    commit(checkout)
     (checkout.root / "papermill_runs" / "presets" / "executed.ipynb").touch()
 
     command = ("run", "--preset", "smoke", "--set", "pair.steps=13")
@@ -115,6 +120,16 @@ def test_only_paths_of_this_machine_are_shortened(checkout, monkeypatch):
     expected = "lib/a.py '.' artifacts/smoke /apply https://host/app/v1 a/data/b file:x\nc"
     expected += " \x1b[32md /data.old/e .."
     assert text_of(json.loads(path.read_text()), 0) == expected
+
+
+def test_each_notebook_records_the_code_that_it_began_with(checkout):
+    """The tree may change while a run goes on."""
+    checkout.notebook("00_backbone", ["from pathlib import Path; Path('notebooks/mine.py').touch()"])
+    checkout.notebook("01_pair", ["1"], needs=["00_backbone"])
+    commit(checkout)
+    assert checkout.unmask("run", "--preset", "smoke").returncode == 0
+    stages = record(checkout)["stages"]
+    assert [stages[name]["dirty"] for name in ("00_backbone", "01_pair")] == [False, True]
 
 
 def test_a_failed_cell_is_reported_and_stops_what_needs_its_notebook(checkout):
