@@ -110,8 +110,8 @@ def verdicts() -> str:
     for claim in zip(*map(claims, RUNS), strict=True):
         group = claim[0]["group"]
         row = {f"{evidence.GROUPS[group].lower()}, points": claim[0]["short"]}
-        found = f"{claim[0]['paper'].partition(' (')[0]} ({_paper(claim[0])})"
-        row |= {"source": found} if group == "paper" else {}
+        if group == "paper":
+            row["source"] = f"{claim[0]['paper'].partition(' (')[0]} ({_paper(claim[0])})"
         for run, one in zip(RUNS, claim, strict=True):
             seeds = f" ({len(one['seeds'])})" if one["seeds"] else ""
             effect = f"{one['effect']}{seeds}: " if one["value"] is not None else ""
@@ -133,8 +133,9 @@ def count() -> str:
             name = one["short"].removeprefix(f"{_paper(one)}, ").partition(" (")[0]
             kind = TOO_FEW.get(one["verdict"], one["verdict"])
             named.setdefault(kind, []).append(f"*{name}* ({_paper(one)})")
-        every = (f"**{kind}** {', '.join(names)}" for kind, names in named.items())
-        told.append(f"The four in `{run}`: {'; '.join(every) if len(named) > 1 else f'all {kind}'}.")
+        every = [f"**{kind}** {', '.join(names)}" for kind, names in named.items()]
+        every = every if len(named) > 1 else [f"all {kind}" for kind in named]
+        told.append(f"The four in `{run}`: {'; '.join(every)}.")
     return f"Ten claims are tested: four of papers, six controls of ours. {' '.join(told)}"
 
 
@@ -399,7 +400,7 @@ def by_cost() -> figures.Figure:
             minutes = [(diffusion["train_seconds"] + row["seconds"]) / 60 for row in rows]
             curves[f"{run}, {_processor(run)}"] = minutes, quality
             bars |= pair["bars"]
-            told += [f"{run} {minutes}" for minutes in [_minutes(pair)] if minutes]
+            told += [f"{run} {_minutes(pair)}"] if pair["time_to_bm25"] else []
     title = f"Level with BM25 on development data after: {', '.join(told) or 'not yet'}"
     about = {"xlabel": "minutes of training, diffusion included", "ylabel": "nDCG@10 (development data)"}
     return figures.lines(curves, reference=bars, title=title, **about)

@@ -106,7 +106,7 @@ def by_family(ours: Scores, other: Scores, tasks: Sequence[Task]) -> dict[str, E
 
 def points(effect: Effect) -> str:
     """An effect with its interval, "+12.3 [+10.1, +14.6] points", which are hundredths."""
-    value, low, high = (f"{round(100 * x, 1) + 0.0:+.1f}" for x in effect)  # −0.0 is +0.0
+    value, low, high = (f"{100 * x:+z.1f}" for x in effect)
     return f"{value} [{low}, {high}] points"
 
 

@@ -187,7 +187,7 @@ def claims_table(claims: Sequence[Mapping[str, Any]], *, notebooks: str = ".") -
         why = f" ({one['why']})" if one["why"] else ""
         paper = f"{one['paper']}; {one['source']}".removeprefix("none; ")
         row = {"claim": one["claim"], "paper": paper, "ours": one["effect"]}
-        row["seeds"] = "; ".join(f"{100 * value:+.1f}" for value in one["seeds"].values()) or "–"
+        row["seeds"] = "; ".join(f"{100 * value:+z.1f}" for value in one["seeds"].values()) or "–"
         row["verdict"] = f"**{MARKS.get(one['verdict'], '')}{one['verdict']}**{why}"
         rows[GROUPS[one["group"]]].append(row | {"notebook": link(notebooks, one["notebook"])})
     return "\n\n".join(f"**{heading}**\n\n{markdown_table(some)}" for heading, some in rows.items() if some)

@@ -72,7 +72,9 @@ class Runner:
 
     def __init__(self, pipeline: Pipeline, due: dict, command: str, environment: dict, jobs: int):
         self.pipeline, self.due, self.environment, self.jobs = pipeline, due, environment, jobs
-        self.command, self.cores = command, hardware()["cores"]
+        self.command, share = command, str(max(hardware()["cores"] // jobs, 1))
+        of = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")  # PyTorch's, and the tokenizer's
+        self.threads = dict.fromkeys(of, share)  # where several notebooks share the cores
         self.waiting: list[Notebook] = [*due]
         self.left = {one.name for one in due}  # what is not done
         self.running: dict[int, Execution] = {}  # by their places, each with a GPU where there are some
@@ -118,12 +120,10 @@ class Runner:
         """
         ready = [one for one in self.waiting if self.left.isdisjoint(one.after)]
         several = self.jobs > 1 and len(ready) + len(self.running) > 1  # they share the cores
-        share = str(max(self.cores // self.jobs, 1))
-        threads = {"OMP_NUM_THREADS": share, "RAYON_NUM_THREADS": share}  # PyTorch's, and the tokenizer's
         for notebook in [] if stopped else ready[: self.jobs - len(self.running)]:
             place = min({*range(self.jobs)} - self.running.keys())
             devices = gpus(self.pipeline.preset.parallel, place, self.jobs)
-            variables = (threads if several else {}) | self.environment | devices
+            variables = (self.threads if several else {}) | self.environment | devices
             self.pipeline.begin(notebook)
             self.running[place] = Execution(notebook, self.pipeline, self.command, variables)
             self.waiting.remove(notebook)
